@@ -1,0 +1,45 @@
+# Each command sets up what it needs in .venv first. With nothing to set up that takes a fraction of a second.
+
+PYTHON ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 python3.14 python,\
+            $(if $(shell $(p) -c "" 2>/dev/null && echo yes),$(p))))
+PY := .venv/bin/python
+PAGES ?=
+
+.PHONY: help walk test test-long test-real lab text build check clean setup-run setup-test setup-real setup-lab
+
+help:
+	@echo "make walk       follow one request through the engine"
+	@echo "make test       run all tests: every cell of every page, and the checks of the house"
+	@echo "make test-long  the same, and the tests that take minutes"
+	@echo "make test-real  fetch a real model (98 MB) and compare with transformers"
+	@echo "make lab        open the pages in JupyterLab"
+	@echo "make text       the pages as plain Python in nbs_py/, to edit    (PAGES=\"06 07\" for some)"
+	@echo "make build      the edited text back into pages, modules, outputs (PAGES=\"06 07\" for some)"
+	@echo "make check      say where pages, modules and outputs disagree     (PAGES=\"06 07\" for some)"
+	@echo "make clean      remove .venv and what was built"
+
+walk: setup-run
+	@$(PY) -m walkvllm walk
+
+test: setup-test
+	@$(PY) -m pytest
+
+test-long: setup-test
+	@$(PY) -m pytest --flags long
+
+test-real: setup-real
+	@$(PY) tools/fetch_smollm2.py
+	@$(PY) -m pytest --flags real tests/test_real.py
+
+lab: setup-lab
+	@env $$($(PY) tools/cells.py) $(PY) -m jupyterlab nbs/index.ipynb
+
+text build check: setup-test
+	@$(PY) tools/pages.py $@ $(PAGES)
+
+setup-run setup-test setup-real setup-lab:
+	@if [ -z "$(PYTHON)" ]; then echo "There is no python3 on PATH. walkvllm needs Python 3.11 or newer."; exit 1; fi
+	@$(PYTHON) tools/setup.py $(@:setup-%=%)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
