@@ -5,39 +5,37 @@
 # %% ../nbs/kernels/11_paged_read.ipynb #b69334f8
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from walkvllm.kernels import tl, triton
+from walkvllm.kernels.paged_write import token_rows
 
 # %% auto #0
-__all__ = ['GATHER_ELEMENTS', 'QUERY_TILE', 'attend', 'read_naive', 'DecodeGroup', 'PrefillChunk', 'ReadPlan', 'slots_of',
-           'decode_groups', 'plan_read', 'GatherBuffer', 'read_decodes', 'read_chunk', 'read_batched', 'find_request',
-           'paged_attention_kernel', 'reduce_splits_kernel', 'ReadConfig', 'pick_config', 'read_triton']
+__all__ = ['attend', 'read_naive', 'find_slots', 'softmax_round', 'find_request', 'paged_attention_kernel',
+           'reduce_splits_kernel', 'ReadConfig', 'pick_config', 'read_triton']
 
-# %% ../nbs/kernels/11_paged_read.ipynb #2e41600e
+# %% ../nbs/kernels/11_paged_read.ipynb #3f30aeaf
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """Causal attention of a request's last Q tokens over all its L keys and values, computed in `dtype`.
 
     query: [Q, H, D]; key, value: [L, KVH, D]; returns [Q, H, D] in the query's own dtype.
     """
     q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
-    group = q.shape[1] // k.shape[1]  # query heads that share a K/V head
+    group = q.shape[1] // k.shape[1]  # query heads that share a KV head
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    context = k.shape[0] - q.shape[0]  # token i of the query stands at position context + i, and sees up to there
+    context = k.shape[0] - q.shape[0]  # tokens before the first query
     visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(context)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
 
-# %% ../nbs/kernels/11_paged_read.ipynb #8721656e
+# %% ../nbs/kernels/11_paged_read.ipynb #78dd7632
 def read_naive(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
                query_start_loc: Tensor, scale: float) -> Tensor:
-    """Attention for the flat batch [T, H, D], one request after the other, its keys fetched position by position.
+    """Attention for the flat batch [T, H, D], one request after the other, its K and V fetched position by position.
 
     kv_cache: [2, blocks, block size, KVH, D]; block_table: [R, blocks]; seq_lens: [R]; query_start_loc: [R + 1].
     Rows behind the last request's are padding and come back as zeros.
@@ -55,139 +53,35 @@ def read_naive(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: T
         out[rows] = attend(query[rows], key, value, scale)
     return out
 
-# %% ../nbs/kernels/11_paged_read.ipynb #033aca73
-GATHER_ELEMENTS = 1 << 19  # of K gathered at once: 2 MiB in float32, so that the copy is still in the cache when it is used
-QUERY_TILE = 512  # query rows of a prefill chunk at once: bounds the mask to QUERY_TILE x keys
+# %% ../nbs/kernels/11_paged_read.ipynb #09cfe6c0
+@triton.jit
+def find_slots(
+    block_table_ptr: tl.tensor, request: tl.tensor, table_stride: int, position: tl.tensor, key_ok: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """The slots of a request's `position`s, in 64 bits: what is computed from them passes 2**31 in a pool of a few GiB."""
+    entry = request.to(tl.int64) * table_stride + position // BLOCK_SIZE
+    block_id = tl.load(block_table_ptr + entry, mask=key_ok, other=0).to(tl.int64)
+    return block_id * BLOCK_SIZE + position % BLOCK_SIZE
 
+# %% ../nbs/kernels/11_paged_read.ipynb #4b467a0f
+@triton.jit
+def softmax_round(
+    peak: tl.tensor, total: tl.tensor, acc: tl.tensor, scores: tl.tensor, v: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """peak [M], total [M] and acc [M, D] after a tile of scores [M, N] (base 2) and values [N, D]."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row without a key so far: -inf - -inf would be NaN
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_peak, total, acc
 
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Requests with one query token each that are read in one go."""
-
-    rows: Tensor  # [B] int64, their rows in the flat batch
-    slots: Tensor  # [B, L] int64, where their keys lie, L = the longest one's length
-    bias: Tensor  # [B, 1, 1, L], 0 for a key and -inf behind the request's last key
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """One request with several query tokens: a prompt, or a part of one."""
-
-    start: int  # its rows in the flat batch: start..end-1
-    end: int
-    slots: Tensor  # [L] int64, where its keys lie, those of this chunk included
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
-    """What the batched read needs in a step, the same for every layer."""
-
-    decodes: list[DecodeGroup]
-    prefills: list[PrefillChunk]
-
-# %% ../nbs/kernels/11_paged_read.ipynb #5fdff3c5
-def slots_of(block_table: Tensor, lengths: Tensor, block_size: int) -> Tensor:
-    """The slots [B, L] of each request's positions; behind its last position, its last slot again.
-
-    That slot has been written. Any other slot there may hold NaN, and 0 * NaN is NaN.
-    """
-    columns = torch.arange(int(lengths.max()), device=block_table.device)
-    positions = torch.minimum(columns[None, :], lengths[:, None] - 1)
-    block_ids = block_table.long().gather(1, positions // block_size)
-    return block_ids * block_size + positions % block_size
-
-# %% ../nbs/kernels/11_paged_read.ipynb #3f30aeaf
-def decode_groups(lengths: list[int], max_slots: int) -> Iterator[slice]:
-    """Cuts requests, longest first, into groups whose padded size stays within `max_slots` (or that hold one request)."""
-    start = 0
-    while start < len(lengths):
-        end = start + max(1, max_slots // lengths[start])
-        yield slice(start, min(end, len(lengths)))
-        start = end
-
-
-def plan_read(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> ReadPlan:
-    """Splits the step's requests into decodes and prefill chunks, and looks all their slots up once."""
-    _, _, block_size, kv_heads, head_dim = kv_cache.shape
-    query_lens = query_start_loc.diff()
-    lengths = seq_lens.long()
-    decodes = []
-    ones = (query_lens == 1).nonzero()[:, 0]
-    ones = ones[lengths[ones].argsort(descending=True, stable=True)]  # neighbours of like length: little padding
-    for group in decode_groups(lengths[ones].tolist(), GATHER_ELEMENTS // (kv_heads * head_dim)):
-        reqs = ones[group]
-        slots = slots_of(block_table[reqs], lengths[reqs], block_size)
-        beyond = torch.arange(slots.shape[1], device=slots.device)[None, :] >= lengths[reqs, None]
-        bias = torch.zeros(slots.shape, dtype=kv_cache.dtype, device=slots.device).masked_fill_(beyond, float("-inf"))
-        decodes.append(DecodeGroup(query_start_loc[reqs].long(), slots, bias[:, None, None, :]))
-    prefills = []
-    for r in (query_lens > 1).nonzero()[:, 0].tolist():
-        start, end = query_start_loc[r : r + 2].tolist()
-        prefills.append(PrefillChunk(start, end, slots_of(block_table[r : r + 1], lengths[r : r + 1], block_size)[0]))
-    return ReadPlan(decodes, prefills)
-
-# %% ../nbs/kernels/11_paged_read.ipynb #2a2a1552
-class GatherBuffer:
-    """Memory for gathered K and V, kept from layer to layer and step to step: a fresh one costs more than the copy."""
-
-    def __init__(self) -> None:
-        self.memory: Tensor | None = None
-
-    def gather(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [n, KVH, D] at `slots` [n], valid until the next call."""
-        _, _, _, kv_heads, head_dim = kv_cache.shape
-        size = 2 * slots.shape[0] * kv_heads * head_dim
-        if self.memory is None or self.memory.numel() < size or self.memory.dtype != kv_cache.dtype:
-            self.memory = kv_cache.new_empty(size)
-        k, v = self.memory[:size].view(2, -1, kv_heads, head_dim)
-        flat = kv_cache.view(2, -1, kv_heads, head_dim)
-        torch.index_select(flat[0], 0, slots, out=k)
-        torch.index_select(flat[1], 0, slots, out=v)
-        return k, v
-
-# %% ../nbs/kernels/11_paged_read.ipynb #78dd7632
-def read_decodes(query: Tensor, kv_cache: Tensor, group: DecodeGroup, scale: float, buffer: GatherBuffer) -> Tensor:
-    """Attention [B, H, D] of one query token a request, all requests of the group at once."""
-    (batch, length), kv_heads = group.slots.shape, kv_cache.shape[3]
-    k, v = buffer.gather(kv_cache, group.slots.flatten())
-    k = k.view(batch, length, kv_heads, -1).transpose(1, 2)
-    v = v.view(batch, length, kv_heads, -1).transpose(1, 2)
-    # The query heads that share a K/V head stand as rows below each other: K and V are not repeated.
-    q = query[group.rows].view(batch, kv_heads, -1, query.shape[-1])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias, scale=scale).reshape(batch, -1, query.shape[-1])
-
-
-def read_chunk(query: Tensor, kv_cache: Tensor, chunk: PrefillChunk, scale: float, buffer: GatherBuffer) -> Tensor:
-    """Attention [Q, H, D] of one request's chunk over the context before it and itself."""
-    k, v = (x.transpose(0, 1)[None] for x in buffer.gather(kv_cache, chunk.slots))
-    q = query[chunk.start : chunk.end].transpose(0, 1)[None]
-    context = k.shape[2] - q.shape[2]
-    if context == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
-    tiles = []
-    for first in range(0, q.shape[2], QUERY_TILE):
-        tile = q[:, :, first : first + QUERY_TILE]
-        keys = context + first + tile.shape[2]  # the tile's last token sees this many
-        mask = torch.ones(tile.shape[2], keys, dtype=torch.bool, device=q.device).tril_(context + first)
-        tiles.append(F.scaled_dot_product_attention(tile, k[:, :, :keys], v[:, :, :keys], attn_mask=mask, scale=scale,
-                                                    enable_gqa=True))
-    return torch.cat(tiles, dim=2)[0].transpose(0, 1)
-
-
-def read_batched(query: Tensor, kv_cache: Tensor, plan: ReadPlan, scale: float, buffer: GatherBuffer | None = None) -> Tensor:
-    """Does what `read_naive` does: decodes in groups, prefill chunks one by one."""
-    buffer = buffer or GatherBuffer()
-    out = torch.zeros_like(query)
-    for group in plan.decodes:
-        out.index_copy_(0, group.rows, read_decodes(query, kv_cache, group, scale, buffer))
-    for chunk in plan.prefills:
-        out[chunk.start : chunk.end] = read_chunk(query, kv_cache, chunk, scale, buffer)
-    return out
-
-# %% ../nbs/kernels/11_paged_read.ipynb #4619accc
+# %% ../nbs/kernels/11_paged_read.ipynb #221cd73c
 @triton.jit
 def find_request(query_start_loc_ptr: tl.tensor, tile: tl.tensor, num_reqs: int, BLOCK_Q: tl.constexpr) -> tl.tensor:
-    """The request that owns this tile: the largest r with query_start_loc[r] // BLOCK_Q + r <= tile."""
+    """The request that owns this tile: the largest r with query_start_loc[r] // BLOCK_Q + r <= tile, by bisection."""
     low = 0
     high = num_reqs
     while low < high:
@@ -198,14 +92,14 @@ def find_request(query_start_loc_ptr: tl.tensor, tile: tl.tensor, num_reqs: int,
             high = middle
     return low - 1
 
-# %% ../nbs/kernels/11_paged_read.ipynb #d82cc324
+# %% ../nbs/kernels/11_paged_read.ipynb #589048a0
 @triton.jit
 def paged_attention_kernel(
     out_ptr: tl.tensor,  # [T, H, D], written where NUM_SPLITS == 1
     part_acc_ptr: tl.tensor,  # [T, H, NUM_SPLITS, D] float32, written otherwise
-    part_max_ptr: tl.tensor,  # [T, H, NUM_SPLITS] float32
-    part_sum_ptr: tl.tensor,  # [T, H, NUM_SPLITS] float32
-    query_ptr: tl.tensor,  # [T, H, D], the last two dimensions without gaps
+    part_peak_ptr: tl.tensor,  # [T, H, NUM_SPLITS] float32
+    part_total_ptr: tl.tensor,  # [T, H, NUM_SPLITS] float32
+    query_ptr: tl.tensor,  # [T, H, D], the numbers of one token in a row
     k_cache_ptr: tl.tensor,  # [slots, KVH, D]
     v_cache_ptr: tl.tensor,
     block_table_ptr: tl.tensor,  # [R, blocks] int32
@@ -216,164 +110,142 @@ def paged_attention_kernel(
     query_stride: int,  # from token to token, in elements
     table_stride: int,  # from request to request, in entries
     KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads that share a K/V head
+    GROUP: tl.constexpr,  # query heads that share a KV head
     HEAD_DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr,  # the power of two >= 16 that holds HEAD_DIM
+    DIM_TILE: tl.constexpr,  # the power of two, 16 or more, that holds HEAD_DIM
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,  # tokens a tile
+    BLOCK_Q: tl.constexpr,  # query tokens a tile
     BLOCK_M: tl.constexpr,  # rows a tile: BLOCK_Q * GROUP, rounded up
-    TILE_N: tl.constexpr,  # keys a round; need not fit BLOCK_SIZE
+    TILE_N: tl.constexpr,  # keys a round
     NUM_SPLITS: tl.constexpr,
-    WIDEN: tl.constexpr,  # bfloat16 in the interpreter, which would multiply the bit patterns
+    WIDEN: tl.constexpr,  # compute in float32: the interpreter would multiply the bit patterns of bfloat16
 ) -> None:
-    """One program attends for BLOCK_Q tokens of one request and the GROUP query heads of one K/V head."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-
+    """One program attends for BLOCK_Q tokens of one request and the GROUP query heads of one KV head."""
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = find_request(query_start_loc_ptr, tile, num_reqs, BLOCK_Q)
     query_start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
-    first = (tile - (query_start // BLOCK_Q + request)) * BLOCK_Q  # of this tile, counted from the request's first query token
+    first = (tile - (query_start // BLOCK_Q + request)) * BLOCK_Q
     if first >= query_len:
         return  # a spare tile
     context = tl.load(seq_lens_ptr + request) - query_len
 
-    # A row is a pair (token, query head of the group).
     row = tl.arange(0, BLOCK_M)
-    token = first + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    row_ok = (row < BLOCK_Q * GROUP) & (token < query_len)
+    token, head = first + row // GROUP, kv_head * GROUP + row % GROUP
     d = tl.arange(0, DIM_TILE)
     d_ok = d < HEAD_DIM
-    flat_token = (query_start + token).to(tl.int64)
-    q = tl.load(query_ptr + flat_token[:, None] * query_stride + head[:, None] * HEAD_DIM + d[None, :],
+    row_ok = (row < BLOCK_Q * GROUP) & (token < query_len)
+    flat = (query_start + token).to(tl.int64)  # the token's row in the flat batch
+    q = tl.load(query_ptr + flat[:, None] * query_stride + head[:, None] * HEAD_DIM + d[None, :],
                 mask=row_ok[:, None] & d_ok[None, :], other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
 
-    # No row of the tile sees a key behind its last real token.
-    num_keys = context + tl.minimum(first + BLOCK_Q, query_len)
-    num_tiles = tl.cdiv(num_keys, TILE_N)
-    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
-    begin = split * tiles_per_split
-    end = tl.minimum(begin + tiles_per_split, num_tiles)
-
-    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    num_keys = context + tl.minimum(first + BLOCK_Q, query_len)  # no row sees a key behind the tile's last real token
+    rounds = tl.cdiv(num_keys, TILE_N)
+    rounds_each = tl.cdiv(rounds, NUM_SPLITS)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_TILE], tl.float32)
-    log2_scale = scale * 1.4426950408889634  # exp(x) = exp2(x * log2(e)), and exp2 is one instruction
-    n = tl.arange(0, TILE_N)
-    for i in range(begin, end):
-        position = i * TILE_N + n
-        key_ok = position < num_keys  # beyond: slots that nobody has written
-        block_id = tl.load(block_table_ptr + request.to(tl.int64) * table_stride + position // BLOCK_SIZE,
-                           mask=key_ok, other=0).to(tl.int64)
-        slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-        start = slot * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
-        # K comes in transposed: the same addresses, the dot product's shape
-        k = tl.load(k_cache_ptr + start[None, :] + d[:, None], mask=key_ok[None, :] & d_ok[:, None], other=0.0)
-        v = tl.load(v_cache_ptr + start[:, None] + d[None, :], mask=key_ok[:, None] & d_ok[None, :], other=0.0)
+    for i in range(split * rounds_each, tl.minimum((split + 1) * rounds_each, rounds)):
+        position = i * TILE_N + tl.arange(0, TILE_N)
+        key_ok = position < num_keys
+        slot = find_slots(block_table_ptr, request, table_stride, position, key_ok, BLOCK_SIZE)
+        at = slot * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        k = tl.load(k_cache_ptr + at[None, :] + d[:, None], mask=key_ok[None, :] & d_ok[:, None], other=0.0)  # [D, N]
+        v = tl.load(v_cache_ptr + at[:, None] + d[None, :], mask=key_ok[:, None] & d_ok[None, :], other=0.0)  # [N, D]
         if WIDEN:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        scores = tl.dot(q, k, input_precision="ieee") * log2_scale
-        scores = tl.where(position[None, :] <= context + token[:, None], scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet: avoid -inf - -inf
-        p = tl.exp2(scores - safe_max[:, None])
-        shrink = tl.exp2(running_max - safe_max)
-        running_sum = running_sum * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        running_max = new_max
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        scores = tl.dot(q, k, input_precision="ieee") * (scale * 1.4426950408889634)  # log2(e)
+        scores = tl.where(position[None, :] <= context + token[:, None], scores, float("-inf"))  # causal
+        peak, total, acc = softmax_round(peak, total, acc, scores, v)
 
-    out_row = flat_token * (KV_HEADS * GROUP) + head
+    out_row = flat * (KV_HEADS * GROUP) + head
     out_ok = row_ok[:, None] & d_ok[None, :]
     if NUM_SPLITS == 1:
-        out = acc / running_sum[:, None]
-        tl.store(out_ptr + out_row[:, None] * HEAD_DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=out_ok)
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_row[:, None] * HEAD_DIM + d[None, :], out, mask=out_ok)
     else:
         part = out_row * NUM_SPLITS + split
-        tl.store(part_max_ptr + part, running_max, mask=row_ok)
-        tl.store(part_sum_ptr + part, running_sum, mask=row_ok)
+        tl.store(part_peak_ptr + part, peak, mask=row_ok)
+        tl.store(part_total_ptr + part, total, mask=row_ok)
         tl.store(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=out_ok)
 
-# %% ../nbs/kernels/11_paged_read.ipynb #a9052999
+# %% ../nbs/kernels/11_paged_read.ipynb #e6c3f907
 @triton.jit
 def reduce_splits_kernel(
     out_ptr: tl.tensor,  # [rows, D]
     part_acc_ptr: tl.tensor,  # [rows, NUM_SPLITS, D] float32
-    part_max_ptr: tl.tensor,  # [rows, NUM_SPLITS] float32
-    part_sum_ptr: tl.tensor,  # [rows, NUM_SPLITS] float32
+    part_peak_ptr: tl.tensor,  # [rows, NUM_SPLITS] float32
+    part_total_ptr: tl.tensor,  # [rows, NUM_SPLITS] float32
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,  # a power of two
 ) -> None:
-    """One program merges one row's partial results: each is worth 2 ** (its maximum - the overall maximum)."""
+    """One program merges the parts of one row, that is of one token's one head."""
     row = tl.program_id(0).to(tl.int64)
     part = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
     d = tl.arange(0, DIM_TILE)
-    d_ok = d < HEAD_DIM
-    part_max = tl.load(part_max_ptr + part)
-    weight = tl.exp2(part_max - tl.max(part_max, 0))  # a split that saw no key has -inf, so weight 0
-    total = tl.sum(tl.load(part_sum_ptr + part) * weight, 0)
-    acc = tl.load(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], mask=d_ok[None, :], other=0.0)
-    out = tl.sum(acc * weight[:, None], 0) / total
-    tl.store(out_ptr + row * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d_ok)
+    peak = tl.load(part_peak_ptr + part)
+    worth = tl.exp2(peak - tl.max(peak, 0))  # a part that saw no key has the peak -inf and is worth 0
+    total = tl.sum(tl.load(part_total_ptr + part) * worth, 0)
+    acc = tl.load(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], mask=d[None, :] < HEAD_DIM, other=0.0)
+    out = tl.sum(acc * worth[:, None], 0) / total
+    tl.store(out_ptr + row * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
-# %% ../nbs/kernels/11_paged_read.ipynb #a814dc74
+# %% ../nbs/kernels/11_paged_read.ipynb #b835ac6e
 @dataclass(frozen=True, slots=True)
 class ReadConfig:
     """How the work is cut for the Triton kernel."""
 
-    block_m: int  # rows a tile, at least 16 for tl.dot
+    block_m: int  # rows a tile, 16 or more for tl.dot
     tile_n: int  # keys a round
-    num_splits: int = 1  # programs that share one decode's keys; a power of two
+    num_splits: int = 1  # programs that share the keys of one tile; a power of two
     num_warps: int = 4
     num_stages: int = 2
 
 
-def pick_config(query: Tensor, kv_cache: Tensor, num_reqs: int, max_query_len: int, max_seq_len: int) -> ReadConfig:
-    """A ReadConfig for the step's shape."""
-    if query.device.type == "cpu":  # the interpreter pays for each operation, whatever its size
+def pick_config(num_reqs: int, max_query_len: int, max_seq_len: int, kv_heads: int, head_dim: int,
+                dtype: torch.dtype, device: str) -> ReadConfig:
+    """The cut for a step of this shape."""
+    if device == "cpu":  # the interpreter pays for each operation, whatever its size
         return ReadConfig(block_m=64, tile_n=64)
-    kv_heads, head_dim = kv_cache.shape[3:]
-    small = query.dtype == torch.float32 or head_dim > 128  # what a tile may hold in registers and shared memory
+    large = dtype == torch.float32 or head_dim > 128  # numbers or heads that take much of a program's fast memory
+    tile_n = 32 if large else 64
     if max_query_len > 1:
-        return ReadConfig(block_m=32 if small else 64, tile_n=32 if small else 64)
-    tile_n = 32 if small else 64
-    wanted = 256 // (num_reqs * kv_heads)  # about two programs for each processor of a large GPU
-    possible = max_seq_len // (4 * tile_n)  # a split with fewer rounds costs more in the merge than it gains
-    return ReadConfig(block_m=16, tile_n=tile_n, num_splits=1 << max(0, min(wanted, possible, 32).bit_length() - 1))
+        return ReadConfig(block_m=32 if large else 64, tile_n=tile_n)
+    to_fill = 256 // (num_reqs * kv_heads)  # about two programs for each processor of a large GPU
+    worth_it = max_seq_len // (4 * tile_n)  # with fewer rounds than four, merging costs more than it gains
+    return ReadConfig(block_m=16, tile_n=tile_n, num_splits=1 << max(0, min(to_fill, worth_it, 32).bit_length() - 1))
 
-# %% ../nbs/kernels/11_paged_read.ipynb #de816be6
+# %% ../nbs/kernels/11_paged_read.ipynb #1b4c82c9
 def read_triton(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
                 scale: float, max_query_len: int, max_seq_len: int, config: ReadConfig | None = None) -> Tensor:
-    """Does what `read_naive` does, in one launch (two where keys are split). Padding rows are not written.
+    """Does what `read_naive` does, in one launch, or two if keys are split.
 
-    max_query_len and max_seq_len are known on the host, so nothing here waits for the device.
+    max_query_len and max_seq_len are known on the host, so that nothing here waits for the device.
     """
     num_reqs, kv_heads, head_dim = seq_lens.shape[0], kv_cache.shape[3], kv_cache.shape[4]
-    cfg = config or pick_config(query, kv_cache, num_reqs, max_query_len, max_seq_len)
-    query = query if query.stride(2) == 1 and query.stride(1) == head_dim else query.contiguous()
+    device = query.device.type
+    cfg = config or pick_config(num_reqs, max_query_len, max_seq_len, kv_heads, head_dim, query.dtype, device)
+    query = token_rows(query)
     tokens, heads, _ = query.shape
-    group = heads // kv_heads
+    group, splits = heads // kv_heads, cfg.num_splits
     block_m = max(cfg.block_m, triton.next_power_of_2(group))
-    dims = {"HEAD_DIM": head_dim, "DIM_TILE": max(16, triton.next_power_of_2(head_dim)), "NUM_SPLITS": cfg.num_splits}
-    out = query.new_zeros(query.shape)
-    acc = peak = total = out  # not used where one program sees all keys
-    if cfg.num_splits > 1:
-        acc = torch.zeros(tokens, heads, cfg.num_splits, head_dim, dtype=torch.float32, device=query.device)
-        peak, total = torch.zeros((2, tokens, heads, cfg.num_splits), dtype=torch.float32, device=query.device)
     block_q = block_m // group
-    grid = (tokens // block_q + num_reqs, kv_heads, cfg.num_splits)
-    paged_attention_kernel[grid](
+    dims = {"HEAD_DIM": head_dim, "DIM_TILE": max(16, triton.next_power_of_2(head_dim)), "NUM_SPLITS": splits}
+    out = torch.zeros_like(query)  # rows of padding stay zero
+    acc = peak = total = out  # not touched where one program sees all keys
+    if splits > 1:
+        acc = torch.zeros(tokens, heads, splits, head_dim, dtype=torch.float32, device=device)
+        peak, total = torch.ones(2, tokens, heads, splits, dtype=torch.float32, device=device)  # padding: 0 / 1, not 0 / 0
+    paged_attention_kernel[tokens // block_q + num_reqs, kv_heads, splits](
         out, acc, peak, total, query, kv_cache[0], kv_cache[1], block_table, seq_lens, query_start_loc,
         num_reqs, scale, query.stride(0), block_table.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, BLOCK_SIZE=kv_cache.shape[2], BLOCK_Q=block_q, BLOCK_M=block_m, TILE_N=cfg.tile_n,
-        WIDEN=query.device.type == "cpu" and query.dtype == torch.bfloat16,
+        KV_HEADS=kv_heads, GROUP=group, BLOCK_SIZE=kv_cache.shape[2], BLOCK_Q=block_q, BLOCK_M=block_m,
+        TILE_N=cfg.tile_n, WIDEN=device == "cpu" and query.dtype == torch.bfloat16,
         num_warps=cfg.num_warps, num_stages=cfg.num_stages, **dims,
     )  # fmt: skip
-    if cfg.num_splits > 1:
+    if splits > 1:
         reduce_splits_kernel[(tokens * heads,)](out, acc, peak, total, **dims)
     return out

@@ -31,7 +31,7 @@ EXTRAS = {"run": "", "test": "[triton,dev]", "real": "[real]", "lab": "[lab]"}
 MODULES = {
     "run": "torch numpy safetensors tokenizers msgspec zmq jinja2 tqdm walkvllm",
     "test": "nbdev jupytext nbformat IPython pytest hypothesis transformers mypy ruff",
-    "real": "gguf",
+    "real": "gguf accelerate",
     "lab": "jupyterlab ipykernel ipywidgets",
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .attention import CommonAttentionMetadata
-from .sampler import SamplingColumns, SamplingMetadata
+from .sampler import SamplingColumns
 from .sampling_params import SamplingParams
 
 # %% auto #0
@@ -28,6 +28,7 @@ class CachedRequestState:
     req_id: str
     sampling_params: SamplingParams
     token_ids: list[int]  # the prompt, then every token sampled so far
+    num_prompt_tokens: int
     block_ids: list[int]
     num_computed_tokens: int  # before this step
     generator: torch.Generator | None = None  # only for a request with a seed
@@ -102,7 +103,7 @@ class InputBatch:
         self.num_tokens[row], self.num_computed_tokens[row] = len(state.token_ids), state.num_computed_tokens
         self.token_ids[row, : len(state.token_ids)] = state.token_ids
         self.block_table.add_row(state.block_ids, row)
-        self.sampling.add_row(state.sampling_params, state.generator, row)
+        self.sampling.add_row(state.sampling_params, state.generator, row, state.num_prompt_tokens)
         return row
 
     def remove_request(self, req_id: str) -> None:
@@ -165,11 +166,11 @@ def check_scheduled(batch: InputBatch, seq_lens: np.ndarray) -> None:
     for what, limit in (("known tokens", batch.num_tokens[:n]), ("slots", table.num_blocks[:n] * table.block_size)):
         if (bad := np.flatnonzero(seq_lens > limit)).size:
             i = bad[0]
-            raise RuntimeError(f"request {batch.req_ids[i]!r} has {limit[i]} {what}, but is scheduled up to {seq_lens[i]}")
+            raise RuntimeError(f"request {batch.req_ids[i]!r} has {limit[i]} {what}, but {seq_lens[i]} are scheduled")
 
 # %% ../nbs/08_flatten.ipynb #25a6dc8e
 def flatten(batch: InputBatch, num_scheduled: Sequence[int]) -> FlatBatch:
-    "One flat batch from the next `num_scheduled` tokens of each row. It shares no memory with the rows, which will change."
+    "One flat batch from the next `num_scheduled` tokens of each row. It shares no memory with the rows."
     n, counts, table = batch.num_reqs, np.asarray(num_scheduled, np.int32), batch.block_table
     if len(counts) != n or (counts < 1).any():
         raise RuntimeError(f"num_scheduled={list(num_scheduled)}: {n} rows need one token or more each")

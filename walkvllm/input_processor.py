@@ -17,24 +17,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from .config import VllmConfig
+from .config import VllmConfig, read_json
 from .messages import EngineCoreRequest
 from .sampling_params import SamplingParams
 
 # %% auto #0
-__all__ = ['read_json', 'load_tokenizer', 'set_bos_eos', 'special_token', 'chat_environment', 'load_chat_template',
+__all__ = ['read_if_there', 'load_tokenizer', 'set_bos_eos', 'special_token', 'chat_environment', 'load_chat_template',
            'check_messages', 'check_message', 'HFTokenizer', 'Prompt', 'parse_prompt', 'check_ids', 'end_tokens',
            'InputProcessor', 'check_vocabulary', 'check_length', 'check_params', 'default_sampling_params']
 
 # %% ../nbs/03_input.ipynb #c9654262
-def read_json(path: Path) -> dict[str, Any]:
+def read_if_there(path: Path) -> dict[str, Any]:
     "What a JSON file holds; {} if there is no such file."
-    if not path.exists():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    return read_json(path) if path.exists() else {}
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -48,7 +43,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ValueError(f"tokenizer: {file} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    set_bos_eos(tokenizer, read_json(file.with_name("tokenizer_config.json")))
+    set_bos_eos(tokenizer, read_if_there(file.with_name("tokenizer_config.json")))
     return tokenizer
 
 # %% ../nbs/03_input.ipynb #69e853fd
@@ -121,7 +116,7 @@ class HFTokenizer:
 
     def __init__(self, path: str | Path, chat_template: str | None = None) -> None:
         self.backend = load_tokenizer(path)
-        config = read_json(Path(path) / "tokenizer_config.json")
+        config = read_if_there(Path(path) / "tokenizer_config.json")
         self.bos_token = special_token(config, "bos_token")
         self.eos_token = special_token(config, "eos_token")
         self.chat_template = chat_template or load_chat_template(Path(path), config)
@@ -188,7 +183,7 @@ def parse_prompt(prompt: Any) -> Prompt:
     if text is not None and not isinstance(text, str):
         raise TypeError(f"prompt: 'prompt' must be a string, got {type(text).__name__}")
     if "cache_salt" in prompt and (not isinstance(salt, str) or not salt):
-        raise ValueError(f"cache_salt: must be a non-empty string, got {salt!r}")
+        raise ValueError(f"cache_salt={salt!r} must be a non-empty string")
     return Prompt(text, None if ids is None else check_ids(ids), salt)
 
 
@@ -206,7 +201,7 @@ def end_tokens(config: VllmConfig, tokenizer: HFTokenizer | None) -> tuple[int |
     "(the end token, all ids that end an answer of this model). Ids that the model cannot produce are left out."
     model = config.model_config
     # Without a generation config, the model's own config says what ends an answer.
-    found = (model.generation_config or read_json(model.model / "config.json")).get("eos_token_id")
+    found = (model.generation_config or read_if_there(model.model / "config.json")).get("eos_token_id")
     ids = [i for i in (found if isinstance(found, list) else [found]) if i is not None and i < model.spec.vocab_size]
     if tokenizer is None:
         return None, ids  # as in vLLM: without tokenizer all are ordinary stop tokens
@@ -282,10 +277,10 @@ def check_params(config: VllmConfig, params: SamplingParams, priority: int) -> N
         raise TypeError(f"sampling_params: must be SamplingParams, got {type(params).__name__}")
     check_vocabulary(config, "stop_token_ids", params.stop_token_ids or [])
     if type(priority) is not int:
-        raise TypeError(f"priority: must be an int, got {priority!r}")
+        raise TypeError(f"priority={priority!r} must be an int")
     policy = config.scheduler_config.policy
     if priority != 0 and policy != "priority":
-        raise ValueError(f"priority: {priority} means nothing with scheduling_policy={policy!r}; it needs 'priority'")
+        raise ValueError(f"priority={priority} means nothing with scheduling_policy={policy!r}; it needs 'priority'")
 
 # %% ../nbs/03_input.ipynb #e5ede77d
 def default_sampling_params(generation_config: dict[str, Any]) -> SamplingParams:

@@ -191,7 +191,7 @@ def engine_args_from(model: str | Path | None, arguments: dict[str, Any]) -> Eng
         elif name not in ONLY_IN_VLLM:
             close = difflib.get_close_matches(name, [*known, *ONLY_IN_VLLM], n=1)
             raise TypeError(f"unknown argument {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-        elif not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in ONLY_IN_VLLM[name]):
+        elif not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in ONLY_IN_VLLM[name]):
             same = " or ".join(map(repr, ONLY_IN_VLLM[name]))
             advice = INSTEAD.get(name, f"only {same} means the same here" if same else "leave it out")
             raise ValueError(f"{name}={value!r} is not built; {advice}")
@@ -272,7 +272,7 @@ class LLM:
             if len(values) != len(prompts):
                 raise ValueError(f"{what}: {len(values)} for {len(prompts)} prompts; one for each is needed")
         prepared = []
-        for i, (prompt, one, rank) in enumerate(zip(prompts, all_params, ranks)):
+        for i, (prompt, one, rank) in enumerate(zip(prompts, all_params, ranks, strict=True)):
             with naming(name, i):
                 request_id = str(next(self.request_counter))
                 request = self.llm_engine.input_processor.process_inputs(request_id, prompt, one, priority=rank)

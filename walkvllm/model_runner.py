@@ -12,134 +12,133 @@ from .attention import get_backend
 from .config import VllmConfig
 from .input_batch import CachedRequestState, FlatBatch, InputBatch, flatten
 from .messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from .models import CausalLM, ModelSpec
+from .models import CausalLM
 from .sampler import Sampler, make_generator
+from .spec import ModelSpec
 from .weights import load_weights
 
 # %% auto #0
-__all__ = ['kv_cache_shape', 'allocate_kv_cache', 'new_request_state', 'update_states', 'update_cached', 'ModelRunner']
+__all__ = ['kv_cache_shape', 'allocate_kv_cache', 'new_request_state', 'update_cached', 'update_states', 'ModelRunner']
 
 # %% ../nbs/12_runner.ipynb #8dee29f4
 def kv_cache_shape(spec: ModelSpec, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
     "The shape of one layer's cache: keys and values, blocks, tokens in a block, KV heads, numbers in a head."
     return 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim
 
-# %% ../nbs/12_runner.ipynb #657ad21f
+# %% ../nbs/12_runner.ipynb #72d872ab
 def allocate_kv_cache(
     spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> list[torch.Tensor]:
-    "One zeroed tensor per layer. On a CPU, memory is taken page by page as it is first written, not here."
+    "One zeroed tensor per layer. On a CPU a page of memory is taken when it is first written."
     shape = kv_cache_shape(spec, num_blocks, block_size)
-    if torch.device(device).type == "cpu":  # torch.zeros would write every byte; numpy asks the system for zeroed pages
-        num_bytes = int(np.prod(shape)) * dtype.itemsize
-        return [torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(spec.num_layers)]
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+    if torch.device(device).type != "cpu":
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return [torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(spec.num_layers)]
 
-# %% ../nbs/12_runner.ipynb #72d872ab
-def new_request_state(new: NewRequestData, device: torch.device) -> CachedRequestState:
+# %% ../nbs/12_runner.ipynb #4b20fcb8
+def new_request_state(new: NewRequestData, device: torch.device | str) -> CachedRequestState:
     "The state of a request that the runner hears of for the first time."
     return CachedRequestState(
         new.req_id,
         new.sampling_params,
         list(new.prompt_token_ids),
+        len(new.prompt_token_ids),
         list(new.block_ids),
         new.num_computed_tokens,
         make_generator(new.sampling_params, device),
     )
 
-# %% ../nbs/12_runner.ipynb #e051dbee
-def update_states(
-    states: dict[str, CachedRequestState], batch: InputBatch, so: SchedulerOutput, device: torch.device
-) -> None:
-    "Makes `states` and the rows of `batch` say what the work order says. Afterwards exactly the scheduled requests have rows."
-    for req_id in so.finished_req_ids:
-        states.pop(req_id, None)
-        batch.remove_request(req_id)  # before anything is added: the id may come again as a new request
-    resumed = so.scheduled_cached_reqs.resumed_req_ids
-    for req_id in batch.req_id_to_index.keys() - (so.num_scheduled_tokens.keys() - resumed):
-        batch.remove_request(req_id)  # preempted, or not its turn: the state stays
-    to_add = []
-    for new in so.scheduled_new_reqs:
-        states[new.req_id] = new_request_state(new, device)
-        to_add.append(states[new.req_id])
-    to_add += update_cached(states, batch, so)
-    for state in to_add:
-        batch.add_request(state)
-    batch.condense()
-
-# %% ../nbs/12_runner.ipynb #4b20fcb8
+# %% ../nbs/12_runner.ipynb #5a00b213
 def update_cached(
     states: dict[str, CachedRequestState], batch: InputBatch, so: SchedulerOutput
 ) -> list[CachedRequestState]:
-    "Applies the differences for requests that are known; returns those that need a row."
-    cached, to_add = so.scheduled_cached_reqs, []
-    for req_id, block_ids, num_computed in zip(
+    "Applies the differences for requests that are known already; returns the states that need a row."
+    cached, without_row = so.scheduled_cached_reqs, []
+    for req_id, block_ids, num_computed_tokens in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
         state, row = states[req_id], batch.req_id_to_index.get(req_id)
-        state.num_computed_tokens = num_computed
-        if req_id in cached.resumed_req_ids:  # its old blocks are gone
+        state.num_computed_tokens = num_computed_tokens
+        if req_id in cached.resumed_req_ids:  # its old blocks belong to others by now
             state.block_ids, state.token_ids = list(block_ids), list(cached.all_token_ids[req_id])
         else:
             state.block_ids.extend(block_ids)
         if row is None:
-            to_add.append(state)
+            without_row.append(state)
         else:
-            batch.num_computed_tokens[row] = num_computed
+            batch.num_computed_tokens[row] = num_computed_tokens
             batch.block_table.append_row(block_ids, row)
-    return to_add
+    return without_row
 
-# %% ../nbs/12_runner.ipynb #5a00b213
+# %% ../nbs/12_runner.ipynb #98475b78
+def update_states(
+    states: dict[str, CachedRequestState], batch: InputBatch, so: SchedulerOutput, device: torch.device | str = "cpu"
+) -> None:
+    "Makes `states` and the rows of `batch` say what the work order says: exactly the scheduled requests have rows."
+    for req_id in so.finished_req_ids:
+        states.pop(req_id, None)
+        batch.remove_request(req_id)
+    staying = so.num_scheduled_tokens.keys() - so.scheduled_cached_reqs.resumed_req_ids
+    for req_id in batch.req_id_to_index.keys() - staying:
+        batch.remove_request(req_id)
+    to_add = [new_request_state(new, device) for new in so.scheduled_new_reqs]
+    states.update((state.req_id, state) for state in to_add)
+    for state in to_add + update_cached(states, batch, so):
+        batch.add_request(state)
+    batch.condense()
+
+# %% ../nbs/12_runner.ipynb #fe9ef9ef
 class ModelRunner:
-    "Owns the model, the KV cache and the requests' states. One step is execute_model, then sample_tokens."
+    "Owns the model, the KV cache and the states of the requests. One step is execute_model, then sample_tokens."
 
     def __init__(self, config: VllmConfig) -> None:
-        model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+        model, cache, backend = config.model_config, config.cache_config, config.attention_backend
         spec, dtype = model.spec, getattr(torch, model.dtype)
-        self.device = torch.device("cuda" if torch.cuda.is_available() and config.attention_backend != "cpu" else "cpu")
-        self.backend = get_backend(config.attention_backend)
-        weights = load_weights(model.model, spec, dtype, self.device)
-        self.model = CausalLM(spec, weights)
+        self.device = torch.device("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")
+        self.backend = get_backend(backend)
+        self.model = CausalLM(spec, load_weights(model.model, spec, dtype, self.device))
         self.kv_caches = allocate_kv_cache(spec, cache.num_gpu_blocks, cache.block_size, dtype, self.device)
-        self.states: dict[str, CachedRequestState] = {}
-        self.batch = InputBatch(
-            scheduler.max_num_seqs, model.max_model_len, cache.block_size, spec.vocab_size, self.device
-        )
         self.sampler = Sampler(model.seed, self.device)
-        self.last_batch: FlatBatch | None = None  # of the latest step that ran the model: for pages and tests
-        self.last_logits: torch.Tensor | None = None  # [R, V]
-        self._executed: str | None = None  # what sample_tokens() has to finish: "batch", "empty" or None
+        self.states: dict[str, CachedRequestState] = {}
+        max_num_seqs = config.scheduler_config.max_num_seqs
+        self.batch = InputBatch(max_num_seqs, model.max_model_len, cache.block_size, spec.vocab_size, self.device)
+        self.last_batch: FlatBatch | None = None  # of the latest step that ran the model; pages look at it too
+        self.last_logits: torch.Tensor | None = None  # [R, V] float32
+        self._waiting_for_sample = False
+        self._scheduled_nothing = False
 
     @torch.inference_mode()
     def execute_model(self, so: SchedulerOutput) -> None:
         "Updates the states, flattens, runs the model, and keeps the logits for sample_tokens()."
-        if self._executed is not None:
-            raise RuntimeError("execute_model() was called twice; sample_tokens() must come between")
+        if self._waiting_for_sample:
+            raise RuntimeError("execute_model() was called twice; sample_tokens() must come in between")
         update_states(self.states, self.batch, so, self.device)
-        if not so.num_scheduled_tokens:
-            self._executed = "empty"
-            return
-        flat = flatten(self.batch, [so.num_scheduled_tokens[req_id] for req_id in self.batch.req_ids])
-        hidden = self.model.forward(flat.input_ids, flat.positions, self.kv_caches, flat.meta, self.backend)
-        self.last_batch, self.last_logits = flat, self.model.compute_logits(hidden[flat.logits_indices])
-        self._executed = "batch"
+        self._scheduled_nothing = not so.num_scheduled_tokens  # the order only brings the news that requests have ended
+        if not self._scheduled_nothing:
+            flat = flatten(self.batch, [so.num_scheduled_tokens[req_id] for req_id in self.batch.req_ids])
+            hidden = self.model.forward(flat.input_ids, flat.positions, self.kv_caches, flat.meta, self.backend)
+            self.last_batch, self.last_logits = flat, self.model.compute_logits(hidden[flat.logits_indices])
+        self._waiting_for_sample = True
 
     @torch.inference_mode()
     def sample_tokens(self) -> ModelRunnerOutput:
-        "One token for each request whose prompt is complete, appended to the runner's own table; [] for the others."
-        executed, self._executed = self._executed, None
-        if executed is None:
-            raise RuntimeError("sample_tokens() was called with nothing to sample; execute_model() must come first")
-        if executed == "empty":
+        "A token for each request of the step, appended to its tokens; [] while its known tokens are not all computed."
+        if not self._waiting_for_sample:
+            raise RuntimeError("sample_tokens() was called without logits; execute_model() must come first")
+        self._waiting_for_sample = False
+        if self._scheduled_nothing:
             return ModelRunnerOutput([], [])
-        assert self.last_batch is not None and self.last_logits is not None
-        flat, sampled = self.last_batch, list[list[int]]([[] for _ in self.last_batch.req_ids])
-        rows = np.flatnonzero(~flat.discard)
-        if len(rows):
-            logits = self.last_logits if len(rows) == len(sampled) else self.last_logits[torch.from_numpy(rows).to(self.device)]
-            token_ids = self.sampler.forward(logits, self.batch.sampling.metadata(rows)).cpu().numpy()
+        flat, logits = self.last_batch, self.last_logits
+        assert flat is not None and logits is not None
+        sampled: list[list[int]] = [[] for _ in flat.req_ids]
+        if len(rows := np.flatnonzero(~flat.discard)):
+            if len(rows) < len(sampled):
+                logits = logits[torch.from_numpy(rows).to(self.device)]
+            meta = self.batch.sampling.metadata(rows, self.batch.num_tokens[rows])
+            token_ids = self.sampler.forward(logits, meta).cpu().numpy()
             self.batch.append_tokens(rows, token_ids)
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 sampled[row] = [token_id]
                 self.states[flat.req_ids[row]].token_ids.append(token_id)
-        return ModelRunnerOutput(list(flat.req_ids), sampled)
+        return ModelRunnerOutput(flat.req_ids, sampled)

@@ -102,7 +102,7 @@ def yarn_attention_factor(rope: RopeSpec) -> float:
 
 # %% ../nbs/09_model.ipynb #99e7642f
 def layer_weights(spec: ModelSpec, weights: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-    "Returns layer i's tensors by their names within the layer, and `qk_norm.weight` [q heads + k heads, D] if it has one."
+    "Returns layer i's tensors by their names within the layer; q and k norms as one [q heads + k heads, D]."
     prefix = f"layers.{i}."
     layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     if spec.qk_norm:
@@ -132,7 +132,12 @@ class CausalLM:
         self.rope_table = rope_table(spec.rope, spec.head_dim, longest).to(self.norm.device, self.norm.dtype)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], meta: CommonAttentionMetadata, backend: AttentionBackend
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[Tensor],
+        meta: CommonAttentionMetadata,
+        backend: AttentionBackend,
     ) -> Tensor:
         "Returns the last hidden state of each token, [T, H]; each token's K and V are in the caches afterwards."
         x = F.embedding(input_ids, self.embed_tokens)  # [T, H], a fresh tensor: adding in place is safe
@@ -145,7 +150,9 @@ class CausalLM:
             x += self.mlp(layer, x)
         return rms_norm(x, self.norm, self.spec.rms_norm_eps)
 
-    def project_qkv(self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(
+        self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         "Returns q [T, q heads, D], k and v [T, kv heads, D], q and k turned. They are views into wider rows."
         spec = self.spec
         x = rms_norm(x, layer["input_layernorm.weight"], spec.rms_norm_eps)

@@ -107,8 +107,8 @@ class OutputProcessor:
             state = self.request_states.get(output.request_id)
             if state is None:
                 continue  # aborted a moment ago; the core did not know yet
-            if not state.detokenizer.token_ids:
-                state.num_cached_tokens = output.num_cached_tokens  # of the first prefill, not of one after a preemption
+            if not state.detokenizer.token_ids:  # the first prefill counts, not one after a preemption
+                state.num_cached_tokens = output.num_cached_tokens
             finish_reason: FinishReason | None = output.finish_reason
             stop_reason: int | str | None = output.stop_reason
             stop_string = state.detokenizer.update(output.new_token_ids, finish_reason == FinishReason.STOP)

@@ -18,7 +18,7 @@ __all__ = ['apply_temperature', 'apply_top_k', 'apply_top_p', 'random_sample', '
 
 # %% ../nbs/13_sampling.ipynb #5326fe54
 def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    "A new tensor [R, V]: each row divided by its temperature. Greedy rows (0.0) are divided by 1; nobody looks at them."
+    "A new tensor [R, V]: each row divided by its temperature. Greedy rows (0.0) are divided by 1, unused."
     return logits / temperature.where(temperature >= SAMPLING_EPS, 1.0).unsqueeze(1)
 
 # %% ../nbs/13_sampling.ipynb #d9dc47af
@@ -59,12 +59,13 @@ def make_generator(params: SamplingParams, device: torch.device | str = "cpu") -
 # %% ../nbs/13_sampling.ipynb #61cf451f
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    "How each of R rows wants to be sampled. A column that no row needs is None: its step is skipped for the whole batch."
+    "How each of R rows wants to be sampled. A column that no row needs is None: its step is skipped."
 
     temperature: torch.Tensor | None  # [R] float32, 0.0 for a greedy row; None: every row is greedy
     top_k: torch.Tensor | None  # [R] int64, the size of the vocabulary where a row keeps everything
     top_p: torch.Tensor | None  # [R] float32, 1.0 where a row keeps everything
     generators: dict[int, torch.Generator]  # row -> its own; rows without a seed are absent
+    forbidden: tuple[torch.Tensor, torch.Tensor] | None  # (rows, token ids), each [N] int64: not to be sampled
     all_greedy: bool
     all_random: bool
 
@@ -78,50 +79,66 @@ class SamplingColumns:
         self.top_k = np.zeros(max_num_reqs, np.int64)
         self.top_p = np.zeros(max_num_reqs, np.float32)
         self.generators: dict[int, torch.Generator] = {}
-        self._made: tuple[bytes, SamplingMetadata] | None = None  # the rows last asked for, and the answer
+        self.min_tokens: dict[int, tuple[int, list[int]]] = {}  # row -> (prompt + min_tokens, ids held back until then)
+        self._made: tuple[object, SamplingMetadata] | None = None  # what was last asked for, and the answer
 
-    def add_row(self, params: SamplingParams, generator: torch.Generator | None, row: int) -> None:
+    def add_row(
+        self, params: SamplingParams, generator: torch.Generator | None, row: int, num_prompt_tokens: int = 0
+    ) -> None:
         "Writes one request's parameters."
-        greedy = params.is_greedy
+        greedy, known = params.is_greedy, range(self.vocab_size)
         self.temperature[row] = 0.0 if greedy else params.temperature
         self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size and not greedy else self.vocab_size
         self.top_p[row] = 1.0 if greedy else params.top_p
         if generator is not None:
             self.generators[row] = generator
+        if params.min_tokens and (ends := [t for t in params.all_stop_token_ids if t in known]):
+            self.min_tokens[row] = num_prompt_tokens + params.min_tokens, ends
         self._made = None
 
     def remove_row(self, row: int) -> None:
-        "Forgets a row's generator. Its numbers stay until the next owner writes its own."
+        "Forgets what only some rows have. The numbers stay until the next owner writes its own."
         self.generators.pop(row, None)
+        self.min_tokens.pop(row, None)
         self._made = None
 
     def move_row(self, src: int, dst: int) -> None:
         "Moves a row to where another was removed."
         for column in (self.temperature, self.top_k, self.top_p):
             column[dst] = column[src]
-        if (generator := self.generators.pop(src, None)) is not None:
-            self.generators[dst] = generator
+        if src in self.generators:
+            self.generators[dst] = self.generators.pop(src)
+        if src in self.min_tokens:
+            self.min_tokens[dst] = self.min_tokens.pop(src)
         self._made = None
 
-    def metadata(self, rows: np.ndarray) -> SamplingMetadata:
-        "How the given rows want to be sampled, in that order. Made again only when something has changed."
-        key = rows.tobytes()
+    def metadata(self, rows: np.ndarray, num_tokens: np.ndarray) -> SamplingMetadata:
+        "How `rows`, with so many known tokens each, want to be sampled. Made again only if something has changed."
+        forbidden = self._held_back(rows, num_tokens) if self.min_tokens else []
+        key = rows.tobytes(), tuple(forbidden)
         if self._made is None or self._made[0] != key:
-            self._made = key, self._make(rows)
+            self._made = key, self._make(rows, forbidden)
         return self._made[1]
 
-    def _make(self, rows: np.ndarray) -> SamplingMetadata:
+    def _held_back(self, rows: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]:
+        "(row, token id) of each id that would end its request too early."
+        early = [(i, *self.min_tokens[row]) for i, row in enumerate(rows.tolist()) if row in self.min_tokens]
+        return [(i, token_id) for i, until, ends in early if num_tokens[i] < until for token_id in ends]
+
+    def _make(self, rows: np.ndarray, forbidden: list[tuple[int, int]]) -> SamplingMetadata:
         temperature, top_k, top_p = self.temperature[rows], self.top_k[rows], self.top_p[rows]
         greedy = temperature < SAMPLING_EPS
 
         def tensor(column: np.ndarray, needed: bool) -> torch.Tensor | None:
             return torch.from_numpy(column).to(self.device) if needed else None
 
+        where = torch.tensor(forbidden, dtype=torch.int64, device=self.device)  # [N, 2]
         return SamplingMetadata(
             temperature=tensor(temperature, not greedy.all()),
             top_k=tensor(top_k, bool((top_k < self.vocab_size).any())),
             top_p=tensor(top_p, bool((top_p < 1.0).any())),
             generators={i: self.generators[row] for i, row in enumerate(rows.tolist()) if row in self.generators},
+            forbidden=(where[:, 0], where[:, 1]) if forbidden else None,
             all_greedy=bool(greedy.all()),
             all_random=not greedy.any(),
         )
@@ -136,6 +153,8 @@ class Sampler:
     def forward(self, logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
         "The sampled token ids [R] int64 for `logits` [R, V], which stay as they are."
         logits = logits.float()
+        if meta.forbidden is not None:
+            logits = logits.index_put(meta.forbidden, logits.new_tensor(-torch.inf))
         greedy = logits.argmax(dim=-1)
         if meta.temperature is None:
             return greedy

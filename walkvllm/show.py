@@ -12,6 +12,7 @@ from functools import lru_cache
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 if TYPE_CHECKING:
     from walkvllm.config import VllmConfig
@@ -63,13 +64,24 @@ GREY = "#8888881c"  # a wash that is seen on white and on black
 _NAMED = {"story": 0, "sum": 1, "count": 2, "0": 0, "1": 1, "2": 2}
 
 
+def _preferred(name: str) -> int:
+    "Where a name that is not of the running example would like to be in the palette: the same place in every picture."
+    tail = name.lstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_-")
+    if len(name) == 1 and name.isalpha():
+        return ord(name.lower()) - ord("a")
+    return int(tail) if tail.isdecimal() else crc32(name.encode())
+
+
 def colours(names: Iterable[str]) -> dict[str, str]:
-    "Colour per request name: fixed for the running example, in order of appearance for others."
+    "Colour per request name: fixed for the running example; others keep theirs unless two want the same one."
     names = list(dict.fromkeys(names))
-    free = [i for i in range(len(PALETTE)) if i not in {_NAMED[n] for n in names if n in _NAMED}]
-    others = [n for n in names if n not in _NAMED]
-    chosen = {n: PALETTE[_NAMED[n]] for n in names if n in _NAMED}
-    return chosen | {n: PALETTE[(free or [7])[i % len(free or [7])]] for i, n in enumerate(others)}
+    places = {n: _NAMED[n] for n in names if n in _NAMED}
+    for name in names:
+        if name not in places:
+            wish = _preferred(name) % 5
+            order = [3 + (wish + i) % 5 for i in range(5)] + [0, 1, 2]
+            places[name] = next((i for i in order if i not in places.values()), order[0])
+    return {n: PALETTE[places[n]] for n in names}
 
 # %% ../nbs/00_show.ipynb #6c83094c
 def _chip(number: str, here: str, style: str = "") -> str:
@@ -95,6 +107,7 @@ def _box(label: str, inside: str, columns: str, style: str) -> str:
 # %% ../nbs/00_show.ipynb #3fb12f5d
 def route(page: str) -> Picture:
     "The map of the route with one stop lit. '11b' lights stop 11; other names that are no stop light nothing."
+
     def chip(number: str, style: str = "") -> str:
         return _chip(number, page, style)
 
@@ -107,12 +120,18 @@ def route(page: str) -> Picture:
     step = f'<div style="{wide};display:grid;grid-template-columns:minmax(0,5fr) minmax(0,13fr) minmax(0,5fr);gap:4px">'
     caller = chip("01") + chip("02") + chip("03") + '<span style="text-align:center">⋯</span>' + chip("15")
     html = (
-        '<nav aria-label="The route of a request" style="max-width:640px;font:12px/1.4 system-ui,sans-serif;color:inherit">'
+        '<nav aria-label="The route of a request" '
+        'style="max-width:640px;font:12px/1.4 system-ui,sans-serif;color:inherit">'
         + _box("the caller's process", caller, "repeat(5,minmax(0,1fr))", f"background:{GREY}")
-        + '<div style="display:grid;grid-template-columns:1fr minmax(0,8em) 1fr;gap:6px;padding:3px 0;text-align:center">'
-        + f'<span>↓ request</span>{chip("04")}<span>↑ output</span></div>'
-        + _box("the engine core: one step, three phases", chip("05", wide) + step + "".join(phases) + "</div>",
-               "minmax(0,1fr)", f"background:{GREY}")
+        + '<div style="display:grid;grid-template-columns:1fr minmax(0,8em) 1fr;gap:6px;padding:3px 0;'
+        + 'text-align:center">'
+        + f"<span>↓ request</span>{chip('04')}<span>↑ output</span></div>"
+        + _box(
+            "the engine core: one step, three phases",
+            chip("05", wide) + step + "".join(phases) + "</div>",
+            "minmax(0,1fr)",
+            f"background:{GREY}",
+        )
         + "</nav>"
     )
     here = f"stop {page} · {STOPS[page[:2]][0]}" if page[:2] in STOPS else f"page {page}, no stop of its own"
@@ -127,9 +146,9 @@ def show_table(rows: Sequence[Mapping[str, Any] | Sequence[Any]], header: Sequen
     pad = 'style="text-align:left;padding:2px 10px 2px 0;vertical-align:top;border-bottom:1px solid #88888855"'
     head = "".join(f"<th {pad}>{escape(str(h))}</th>" for h in header)
     body = "".join("<tr>" + "".join(f"<td {pad}>{_cell(c)}</td>" for c in row) + "</tr>" for row in cells)
-    html = f'<div style="overflow-x:auto"><table style="border-collapse:collapse;font-size:13px"><thead><tr>{head}</tr></thead>'
-    columns = ", ".join(map(str, header))
-    return Picture(f"{html}<tbody>{body}</tbody></table></div>", f"table: {len(rows)} rows ({columns})")
+    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    html = f'<div style="overflow-x:auto"><table style="border-collapse:collapse;font-size:13px">{table}</table></div>'
+    return Picture(html, f"table: {len(rows)} rows ({', '.join(map(str, header))})")
 
 
 def _cell(value: Any) -> str:
@@ -242,9 +261,9 @@ WIDTH = 360  # drawing units of every picture: about one to one on a telephone, 
 def _svg(parts: Iterable[str], height: float, label: str) -> str:
     "One picture with a description."
     return (
-        f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {WIDTH} {height:g}" xmlns="http://www.w3.org/2000/svg" '
-        f'style="width:100%;max-width:{WIDTH * 2 - 40}px;height:auto;display:block;font-family:system-ui,sans-serif;'
-        f'color:inherit">{"".join(parts)}</svg>'
+        f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {WIDTH} {height:g}" '
+        f'xmlns="http://www.w3.org/2000/svg" style="width:100%;max-width:{WIDTH * 2 - 40}px;height:auto;display:block;'
+        f'font-family:system-ui,sans-serif;color:inherit">{"".join(parts)}</svg>'
     )
 
 
@@ -263,12 +282,14 @@ _FAINT = 'opacity=".7"'
 # %% ../nbs/00_show.ipynb #ee6c6d40
 def _legend(entries: Mapping[str, str], note: str = "") -> str:
     "Names beside their colours, as HTML below a picture. An entry without colour is a frame."
+    box = "display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:4px;border:1px solid #88888888"
     chips = "".join(
-        f'<span style="white-space:nowrap;margin-right:12px"><span style="display:inline-block;width:.8em;height:.8em;'
-        f'border-radius:2px;margin-right:4px;border:1px solid #88888888;background:{colour or "none"}"></span>{escape(name)}</span>'
+        f'<span style="white-space:nowrap;margin-right:12px">'
+        f'<span style="{box};background:{colour or "none"}"></span>{escape(name)}</span>'
         for name, colour in entries.items()
     )
-    return f'<div style="font:12px/1.6 system-ui,sans-serif;color:inherit">{chips}<span style="opacity:.8">{escape(note)}</span></div>'
+    look = "font:12px/1.6 system-ui,sans-serif;color:inherit"
+    return f'<div style="{look}">{chips}<span style="opacity:.8">{escape(note)}</span></div>'
 
 # %% ../nbs/00_show.ipynb #654e28b6
 def _find(thing: Any, attribute: str) -> Any:
@@ -297,7 +318,11 @@ def _block(block: Any, owners: list[str], colour: Mapping[str, str], place: int 
     "One block at the origin, 42 units square."
     edge = f'rx="4" {_EDGE}'
     if block.is_null:
-        return _rect(0, 0, 42, 42, GREY, edge) + f'<path d="M3 3L39 39M39 3L3 39" {_EDGE}/>' + _text(21, 25, "null", 9, more=_MIDDLE)
+        return (
+            _rect(0, 0, 42, 42, GREY, edge)
+            + f'<path d="M3 3L39 39M39 3L3 39" {_EDGE}/>'
+            + _text(21, 25, "null", 9, more=_MIDDLE)
+        )
     parts = [_rect(i * 42 / len(owners), 0, 42 / len(owners), 42, colour[o]) for i, o in enumerate(owners)]
     if owners:  # a name for one owner, initials for a shared block
         names = [owners[0][:8]] if len(owners) == 1 else [o[:2] for o in owners]
@@ -330,17 +355,23 @@ def show_blocks(source: Any, requests: Any = None) -> Picture:
         state += " (hash remembered)" if b.block_hash is not None else ""
         says.append(f"{b.block_id} {state}")
         drawing = _block(b, who, colour, order.get(b.block_id))
-        parts.append(f'<g transform="translate({n % 8 * 45} {n // 8 * 46 + 1})"><title>block {says[-1]}</title>{drawing}</g>')
+        parts.append(
+            f'<g transform="translate({n % 8 * 45} {n // 8 * 46 + 1})"><title>block {says[-1]}</title>{drawing}</g>'
+        )
     height = -(-len(pool.blocks) // 8) * 46 + 2
-    counts = f"{len(pool.blocks)} blocks, {len(order)} free, " + ", ".join(f"{n} holds {len(i)}" for n, i in held.items())
+    counts = f"{len(pool.blocks)} blocks, {len(order)} free, " + ", ".join(
+        f"{n} holds {len(i)}" for n, i in held.items()
+    )
     note = "# full, its hash is known · striped: free, hash remembered · 1. is taken next"
-    return Picture(_svg(parts, height, f"Block pool: {counts}. " + "; ".join(says)) + _legend(colour, note), f"pool: {counts}")
+    return Picture(
+        _svg(parts, height, f"Block pool: {counts}. " + "; ".join(says)) + _legend(colour, note), f"pool: {counts}"
+    )
 
 # %% ../nbs/00_show.ipynb #8c5ae108
 def _token(word: str, position: int, slot: int, colour: str, start: int | None, wanted: bool) -> str:
     "One token of the flat row at the origin, 43 by 40 units."
     short = word if len(word) <= 7 else word[:6] + "…"
-    parts = [_rect(0, 10, 43, 30, colour), _text(21.5, 21, short, 8.5, "#fff", _MIDDLE + ' xml:space="preserve"')]
+    parts = [_rect(0, 10, 43, 30, colour), _text(21.5, 21, short, 9, "#fff", _MIDDLE + ' xml:space="preserve"')]
     parts.append(_text(21.5, 35, f"{position} → {slot}" if slot >= 0 else f"{position} → –", 8, "#fff", _MIDDLE))
     if start is not None:
         parts += [_rect(0, 0, 2.5, 40, "currentColor"), _text(5, 8, start, 8)]
@@ -360,7 +391,9 @@ def show_flat(flat: Any, text: Callable[[int], str] = token_text) -> Picture:
             word = text(ids[i])
             says = f"{name}: {word!r}, id {ids[i]}, row {i}, position {positions[i]} goes to slot {slots[i]}"
             drawing = _token(word, positions[i], slots[i], colour[name], first if i == first else None, i in wanted)
-            parts.append(f'<g transform="translate({i % 8 * 45} {i // 8 * 44})"><title>{escape(says)}</title>{drawing}</g>')
+            parts.append(
+                f'<g transform="translate({i % 8 * 45} {i // 8 * 44})"><title>{escape(says)}</title>{drawing}</g>'
+            )
     label = f"{starts[-1]} tokens in one row: " + ", ".join(f"{n} {b - a}" for n, a, b in spans)
     note = f"position → slot · query_start_loc {starts} · ▾ logits wanted"
     return Picture(_svg(parts, -(-starts[-1] // 8) * 44 + 2, label) + _legend(colour, note), f"flat batch: {label}")
@@ -375,21 +408,40 @@ def _spent(step: Any) -> list[tuple[str, int, bool]]:
     return [(n, k, n not in decoding or n in known.resumed_req_ids) for n, k in step.num_scheduled_tokens.items()]
 
 
+def _groups(steps: Sequence[Any], first_step: int) -> list[tuple[str, list[tuple[str, int, bool]]]]:
+    "(number or range of numbers, what was spent): neighbours that spent the same are one group."
+    spent = [_spent(s) for s in steps]
+    firsts = [i for i, s in enumerate(spent) if i == 0 or s != spent[i - 1]]
+    ends = [*firsts[1:], len(spent)]
+    return [
+        (f"{i + first_step}" + (f"–{e - 1 + first_step}" if e - i > 1 else ""), spent[i])
+        for i, e in zip(firsts, ends, strict=True)
+    ]
+
+# %% ../nbs/00_show.ipynb #9a41d819
 def show_budget(steps: Sequence[Any], budget: int, first_step: int = 1) -> Picture:
     "A bar per step: who spent how many tokens of the budget, on prefill (full) or decode (pale), and what was left."
-    spent = [_spent(s) for s in steps]
-    colour, unit, parts, says = colours(n for s in spent for n, _, _ in s), (WIDTH - 72) / budget, [], []
-    for row, step in enumerate(spent):
-        x, y = 40.0, row * 19 + 1
-        left = budget - sum(k for _, k, _ in step)
-        says.append(f"step {row + first_step}: " + ", ".join(f"{n} {k}{' prefill' if p else ''}" for n, k, p in step) + f", {left} left")
-        parts.append(_text(0, y + 11, f"step {row + first_step}", 9) + _rect(x, y, unit * budget, 15, "none", _EDGE))
+    groups, parts, says = _groups(steps, first_step), [], []
+    colour, unit = colours(n for _, step in groups for n, _, _ in step), (WIDTH - 84) / budget
+    for row, (number, step) in enumerate(groups):
+        x, y, left = 50.0, row * 19 + 1, budget - sum(k for _, k, _ in step)
+        says.append(
+            f"step {number}: "
+            + ", ".join(f"{n} {k} {'prefill' if p else 'decode'}" for n, k, p in step)
+            + f", {left} left"
+        )
+        parts.append(_text(0, y + 11, f"step {number}", 9) + _rect(x, y, unit * budget, 15, "none", _EDGE))
         for name, tokens, prefill in step:
             ink, pale = ("#fff", "") if prefill else ("currentColor", 'fill-opacity=".45"')
             bar = _rect(x, y, unit * tokens, 15, colour[name], f"{pale} {_EDGE}")
-            number = _text(x + unit * tokens / 2, y + 11, tokens, 8.5, ink, _MIDDLE) if unit * tokens > 8 else ""
-            parts.append(f"<g><title>{escape(name)}: {tokens} {'prefill' if prefill else 'decode'}</title>{bar}{number}</g>")
+            shown = _text(x + unit * tokens / 2, y + 11, tokens, 8.5, ink, _MIDDLE) if unit * tokens > 8 else ""
+            parts.append(
+                f"<g><title>{escape(name)}: {tokens} {'prefill' if prefill else 'decode'}</title>{bar}{shown}</g>"
+            )
             x += unit * tokens
         parts.append(_text(WIDTH, y + 11, f"{left} left", 8.5, more=f'text-anchor="end" {_FAINT}'))
-    html = _svg(parts, len(spent) * 19 + 2, f"Token budget {budget} per step. " + "; ".join(says))
-    return Picture(html + _legend(colour, "full: prefill · pale: decode"), f"budget {budget}: " + "; ".join(says[:4]) + " …" * (len(says) > 4))
+    html = _svg(parts, len(groups) * 19 + 2, f"Token budget {budget} per step. " + "; ".join(says))
+    return Picture(
+        html + _legend(colour, "full: prefill · pale: decode"),
+        f"budget {budget}: " + "; ".join(says[:3]) + " …" * (len(says) > 3),
+    )

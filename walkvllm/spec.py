@@ -220,7 +220,8 @@ def read_rope(config: dict[str, Any], family: Family) -> RopeSpec:
         section.pop("original_max_position_embeddings", None)  # a note there, not a parameter
     for key in section:
         if key not in _ROPE_COMMON and key not in needed + optional:
-            raise unsupported(f"rope_parameters.{key}", section[key], f"{needed + optional or 'nothing more'} for {kind!r}")
+            known = ", ".join(needed + optional) or "nothing more"
+            raise unsupported(f"rope_parameters.{key}", section[key], f"{known} for {kind!r}")
     values = {key: require(section, key, int if key.startswith("original") else float) for key in needed}
     for key in optional:  # transformers takes 0 for "not given"
         if section.get(key) and key != "truncate":

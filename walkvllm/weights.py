@@ -83,7 +83,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         if entry.start != position:
             raise ValueError(f"{file}: tensor {name!r} starts at byte {entry.start}, the one before ends at {position}")
         if entry.end > data_bytes:
-            raise ValueError(f"{file}: cut off: tensor {name!r} ends at byte {entry.end}, the file's data at {data_bytes}")
+            raise ValueError(f"{file}: cut off: tensor {name!r} ends at byte {entry.end}, the data at {data_bytes}")
         position = entry.end
     if position != data_bytes:
         raise ValueError(f"{file}: {data_bytes - position} bytes after the last tensor")
