@@ -1,7 +1,10 @@
 # Each command sets up what it needs in .venv first. With nothing to set up that takes a fraction of a second.
 
-PYTHON ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 python3.14 python,\
-            $(if $(shell $(p) -c "" 2>/dev/null && echo yes),$(p))))
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+            $$p -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null && echo $$p && exit; done; \
+            command -v python3)
+endif
 PY := .venv/bin/python
 PAGES ?=
 

@@ -5,14 +5,14 @@ Every test runs a real engine on the embedded model and ends in llm.check_blocks
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import random
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from walkvllm.llm import ONLY_IN_VLLM
 from walkvllm.sampling_params import RequestOutputKind
 
 SMALL: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 64, "block_size": 8, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 24,
+    "dtype": "float32", "max_model_len": 64, "block_size": 8, "num_gpu_blocks_override": 20,
+    "max_num_batched_tokens": 24,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-PROMPTS: list[Any] = ["Once a fox", "Count from three to eleven.", [70, 71, 72, 73, 74], {"prompt": "Why?"}]
+PROMPTS: list[Any] = [list(range(70, 92)), "Once a fox", "Count from three to eleven.", {"prompt": "Why?"}]
 EMBEDDED = Path(walkvllm.__file__).parent / "tales-3m"
 EMBEDDED_IDS: dict[str, int] = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json")).get_vocab()
 EMBEDDED_TEXT = {token_id: token for token, token_id in EMBEDDED_IDS.items()}
@@ -84,7 +85,8 @@ def test_script_written_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
         answer = output.outputs[0]
         assert isinstance(answer, vllm.CompletionOutput) and answer.index == 0 and len(answer.token_ids) <= 16
         assert answer.finish_reason in ("stop", "length") and answer.logprobs is None
-        assert llm.get_tokenizer().decode(answer.token_ids, skip_special_tokens=True).startswith(answer.text.rstrip("�"))
+        decoded = llm.get_tokenizer().decode(answer.token_ids, skip_special_tokens=True)
+        assert decoded.startswith(answer.text.rstrip("�"))
         assert llm.get_tokenizer().encode(prompt) == output.prompt_token_ids
     text = llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     chat = llm.chat([{"role": "user", "content": "Hi"}], sampling_params, use_tqdm=False)
@@ -120,7 +122,7 @@ def test_order_of_outputs_and_one_params_each(llm: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5, 3)]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 1, 5, 3]
-    assert [o.prompt for o in outputs] == [PROMPTS[0], PROMPTS[1], None, "Why?"]
+    assert [o.prompt for o in outputs] == [None, PROMPTS[1], PROMPTS[2], "Why?"]
     assert [a[: len(b)] for a, b in zip(ids(outputs), answers(), strict=True)] == [
         b[: len(a)] for a, b in zip(ids(outputs), answers(), strict=True)]
     assert all(p == SamplingParams(temperature=0.0, max_tokens=p.max_tokens, ignore_eos=True) for p in params)
@@ -151,8 +153,9 @@ def test_progress_bar_is_the_callers(llm: LLM) -> None:
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 def test_output_kinds_tell_the_same(kind: RequestOutputKind) -> None:
     engine = LLMEngine.from_engine_args(EngineArgs(**SMALL))
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind=kind)
     for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind=kind))
+        engine.add_request(str(i), prompt, params)
     came: dict[str, list[RequestOutput]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -166,7 +169,8 @@ def test_output_kinds_tell_the_same(kind: RequestOutputKind) -> None:
             assert parts[-1].token_ids == answer
             assert all(p.token_ids == answer[: len(p.token_ids)] for p in parts)
         text = "".join(p.text for p in parts) if kind == RequestOutputKind.DELTA else parts[-1].text
-        assert text.rstrip("�") in engine.input_processor.tokenizer.decode(answer, skip_special_tokens=True)  # type: ignore[union-attr]
+        tokenizer = engine.input_processor.tokenizer
+        assert tokenizer and text.rstrip("�") in tokenizer.decode(answer, skip_special_tokens=True)
     engine.engine_core.check_blocks()
 
 
@@ -177,9 +181,14 @@ def test_priority_needs_its_policy(llm: LLM) -> None:
         llm.generate(PROMPTS[:2], GREEDY, priority=[0], use_tqdm=False)
     with LLM(**SMALL, scheduling_policy="priority", max_num_seqs=1) as ranked:
         order: list[str] = []
-        process = ranked.llm_engine.output_processor.process_outputs
-        ranked.llm_engine.output_processor.process_outputs = (  # type: ignore[method-assign]
-            lambda outputs: order.extend(o.request_id for o in outputs if o.finish_reason is not None) or process(outputs))
+        get_output = ranked.llm_engine.engine_core.get_output
+
+        def noting() -> Any:
+            made = get_output()
+            order.extend(o.request_id for o in made.outputs if o.finish_reason is not None)
+            return made
+
+        ranked.llm_engine.engine_core.get_output = noting  # type: ignore[method-assign]
         assert ids(ranked.generate(PROMPTS, GREEDY, priority=[3, 1, 2, 0], use_tqdm=False)) == answers()
         assert order == ["3", "1", "2", "0"]
         ranked.check_blocks()
@@ -251,8 +260,8 @@ def test_without_tokenizer() -> None:
             llm.generate([5], SamplingParams(stop="x"), use_tqdm=False)
         with pytest.raises(ValueError, match="skip_tokenizer_init"):
             llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
-        (output,) = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
-        assert (output.outputs[0].token_ids, output.outputs[0].text) == (answers()[2], "")
+        (output,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == (answers()[0], "")
         llm.check_blocks()
 
 
@@ -305,18 +314,20 @@ BAD_PROMPTS = [  # prompt, words of the error
 
 def nothing_left(llm: LLM) -> None:
     assert not llm.llm_engine.has_unfinished_requests()
-    assert not llm.llm_engine.engine_core.engine_core.scheduler.has_unfinished_requests()
+    assert not llm.llm_engine.engine_core.engine_core.scheduler.requests
     llm.check_blocks()
 
 
 def test_a_bad_prompt_harms_nobody(llm: LLM) -> None:
     for prompt, words in BAD_PROMPTS:
-        for place, prompts in ((0, [prompt]), (1, [FINE, prompt, FINE]), (2, [FINE, FINE, prompt])):
+        for place, prompts in ((0, [prompt, FINE]), (1, [FINE, prompt, FINE]), (2, [FINE, FINE, prompt])):
+            if isinstance(prompts[0], int):  # that would be one prompt of ids
+                continue
             with pytest.raises((ValueError, TypeError)) as caught:
                 llm.generate(prompts, GREEDY, use_tqdm=False)
             assert words in str(caught.value) and f"prompts[{place}]" in str(caught.value), caught.value
             nothing_left(llm)
-        if prompt != []:  # an empty list is a list without prompts
+        if prompt != []:  # which is a list without prompts
             with pytest.raises((ValueError, TypeError)) as caught:
                 llm.generate(prompt, GREEDY, use_tqdm=False)
             assert words in str(caught.value) and "prompts[" not in str(caught.value)
@@ -326,14 +337,15 @@ def test_a_bad_prompt_harms_nobody(llm: LLM) -> None:
 
 
 def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
-    outputs = llm.generate([[70] * 63, FINE], SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True), use_tqdm=False)
+    to_the_end = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    outputs = llm.generate([[70] * 63, FINE], to_the_end, use_tqdm=False)
     assert [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs] == [64, 64]
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "length"]
 
 
 def test_a_prompt_that_never_fits_the_pool() -> None:
     with LLM(**SMALL | {"num_gpu_blocks_override": 5}) as llm:
-        with pytest.raises(ValueError, match=r"40 tokens, the limit is 31: the KV pool has room for 32 tokens \(4 blocks of 8\)"):
+        with pytest.raises(ValueError, match=r"40 tokens, the limit is 31: the KV pool .* 32 tokens \(4 blocks of 8\)"):
             llm.generate([FINE, [70] * 40], GREEDY, use_tqdm=False)
         nothing_left(llm)
         to_the_end = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
@@ -372,7 +384,8 @@ def test_bad_conversations(llm: LLM) -> None:
     nothing_left(llm)
     with pytest.raises(TypeError, match="str"):
         llm.chat("hi", GREEDY, use_tqdm=False)
-    own = llm.chat([good], GREEDY, chat_template="{{ messages[0].content }}{{ mark }}", chat_template_kwargs={"mark": "!"}, use_tqdm=False)
+    template, more = "{{ messages[0].content }}{{ mark }}", {"mark": "!"}
+    own = llm.chat([good], GREEDY, chat_template=template, chat_template_kwargs=more, use_tqdm=False)
     assert own[0].prompt == "hi!"
 
 
@@ -384,8 +397,9 @@ def test_arguments_are_built_or_refused() -> None:
             with pytest.raises(ValueError, match=name):
                 LLM(**SMALL, **{name: other})
         for value in same:  # reaches the check of the next argument
+            arguments: dict[str, Any] = {name: value, "max_model_length": 5}
             with pytest.raises(TypeError, match="did you mean 'max_model_len'"):
-                LLM(**{name: value, "max_model_length": 5})
+                LLM(**arguments)
     with pytest.raises(TypeError, match="'no_such_thing'"):
         LLM(no_such_thing=1)
     with pytest.raises(ValueError, match="tensor_parallel_size=True"):
@@ -395,8 +409,15 @@ def test_arguments_are_built_or_refused() -> None:
 def test_closed_engine() -> None:
     with LLM(**SMALL) as llm:
         works(llm)
-    for call in (lambda: llm.generate(FINE, GREEDY), lambda: llm.llm_engine.step(), llm.check_blocks, llm.reset_prefix_cache,
-                 lambda: llm.chat([{"role": "user", "content": "hi"}]), lambda: llm.llm_engine.add_request("a", FINE, GREEDY)):  # fmt: skip
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate(FINE, GREEDY),
+        lambda: llm.chat([{"role": "user", "content": "hi"}]),
+        lambda: llm.llm_engine.add_request("a", FINE, GREEDY),
+        llm.llm_engine.step,
+        llm.check_blocks,
+        llm.reset_prefix_cache,
+    ]
+    for call in calls:
         with pytest.raises(RuntimeError, match="shut down"):
             call()
     llm.shutdown()
@@ -404,27 +425,36 @@ def test_closed_engine() -> None:
 
 # ---- errors and interrupts in the middle of a run ----
 
-@pytest.mark.parametrize("where", ["scheduler.schedule", "model_runner.execute_model", "model_runner.sample_tokens",
+@pytest.mark.parametrize("where", ["scheduler.schedule", "model_runner.model.forward", "model_runner.sampler.forward",
                                    "scheduler.update_from_output"])  # fmt: skip
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, MemoryError])
-def test_an_error_between_the_phases(llm: LLM, where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    owner_name, method = where.split(".")
-    owner = getattr(llm.llm_engine.engine_core.engine_core, owner_name)
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_in_the_middle_of_a_step(llm: LLM, where: str, error: type[BaseException], late: bool) -> None:
+    """Blocks get their names when they are scheduled: what a torn step did not compute must not be hit later."""
+    *path, method = where.split(".")
+    owner: Any = llm.llm_engine.engine_core.engine_core
+    for name in path:
+        owner = getattr(owner, name)
+    original, left = getattr(owner, method), 0  # calls until the one that fails
+
+    def failing(*args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and not late:
+            raise error("in the middle")
+        result = original(*args)
+        if left == 0:
+            raise error("in the middle")
+        return result
+
+    setattr(owner, method, failing)
     for step in (1, 2, 5):
-        original, calls = getattr(owner, method), 0
-
-        def failing(*args: Any, original: Any = original, step: int = step) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == step:
-                raise error("in the middle")
-            return original(*args)
-
-        with monkeypatch.context() as patch, pytest.raises(error, match="in the middle"):
-            patch.setattr(owner, method, failing)
+        left = step
+        with pytest.raises(error, match="in the middle"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         nothing_left(llm)
         works(llm)
+    setattr(owner, method, original)
 
 
 def test_ctrl_c_at_any_time(llm: LLM) -> None:
@@ -435,7 +465,8 @@ def test_ctrl_c_at_any_time(llm: LLM) -> None:
         try:
             timer.start()
             llm.generate(PROMPTS, long, use_tqdm=False)
-            timer.join()  # not late for the next round
+            timer.join()
+            time.sleep(0.001)  # a late one still belongs to this round
         except KeyboardInterrupt:
             caught += 1
         timer.join()
@@ -448,10 +479,9 @@ def test_requests_of_others_are_not_swallowed(llm: LLM) -> None:
     llm.llm_engine.add_request("0", FINE, GREEDY)
     with pytest.raises(RuntimeError, match="1 unfinished"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    with contextlib.suppress(StopIteration):
-        while llm.llm_engine.has_unfinished_requests():
-            outputs = llm.llm_engine.step()
-    assert ids(outputs) == answers()[1:2]
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step()
+    assert ids(outputs) == answers()[2:3]
 
 
 # ---- tokenizers, beside transformers ----
@@ -501,7 +531,8 @@ def test_chat_text_equals_transformers(tmp_path: Path, template: str | None, gen
         (path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs, ours = transformers.AutoTokenizer.from_pretrained(path), HFTokenizer(path)
     messages = [{"role": "system", "content": "Be <brief>."}, {"role": "user", "content": " Grüße & 你好 \n"}]
-    tools = [{"type": "function", "function": {"name": "add", "description": "<adds>", "parameters": {"type": "object"}}}]
+    function = {"name": "add", "description": "<adds>", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
     for given in (messages, messages[1:]):
         for more in ({}, {"tools": tools}):
             args: dict[str, Any] = {"add_generation_prompt": generation, **more}

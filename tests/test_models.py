@@ -280,6 +280,26 @@ def test_a_damaged_file_is_a_value_error(saved: Callable[[str], Path], tmp_path:
     assert refused > 100
 
 
+@pytest.mark.parametrize(("second", "words"), [
+    ({"data_offsets": [4, 12]}, "'b' starts at byte 4"),
+    ({"data_offsets": [12, 20]}, "'b' starts at byte 12"),
+    ({"data_offsets": [8, 12]}, "'b' of shape \\[2\\] needs 8 bytes"),
+    ({"data_offsets": [16, 8]}, "needs 8 bytes"),
+    ({"data_offsets": [8]}, "data_offsets"),
+    ({"shape": "x"}, "dtype, shape and data_offsets"),
+    ({"dtype": "F8_E4M3"}, "F8_E4M3; supported"),
+    ({"dtype": ["F32"]}, "dtype, shape and data_offsets"),
+    ({"dtype": "F64", "shape": [1]}, "F64; supported"),
+])
+def test_tensors_lie_one_behind_the_other(tmp_path: Path, second: dict[str, Any], words: str) -> None:
+    entries = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+               "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]} | second}
+    head, file = json.dumps(entries).encode(), tmp_path / "model.safetensors"
+    file.write_bytes(len(head).to_bytes(8, "little") + head + bytes(20))
+    with pytest.raises(ValueError, match=words):
+        read_header(file)
+
+
 def test_nothing_is_allocated_for_a_model_that_is_refused(
     saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

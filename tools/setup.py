@@ -27,6 +27,7 @@ PYTHON = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin", "python")
 LOG = os.path.join(VENV, "setup.log")
 LAYERS = {"run": ["run"], "test": ["run", "test"], "real": ["run", "test", "real"], "lab": ["run", "test", "lab"]}
 EXTRAS = {"run": "", "test": "[triton,dev]", "real": "[real]", "lab": "[lab]"}
+BUILD = ["setuptools>=77"]  # builds walkvllm in .venv itself, which saves pip making an environment for it each time
 # What must be importable when a layer is complete.
 MODULES = {
     "run": "torch numpy safetensors tokenizers msgspec zmq jinja2 tqdm walkvllm",
@@ -95,6 +96,21 @@ def works(code):
 def has_nvidia():
     """Whether this machine has an NVIDIA driver, so that a CUDA build of torch is of use."""
     return os.path.exists("/proc/driver/nvidia") or shutil.which("nvidia-smi") is not None
+
+
+def wait_for_others():
+    """Returns when no other set-up works in this folder; the lock goes when this program ends."""
+    global lock
+    try:
+        import fcntl
+    except ImportError:
+        return
+    lock = open(os.path.abspath(__file__))  # noqa: SIM115 - held until the program ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        print("  another set-up is at work in this folder; waiting for it")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 # ---- the environment ----
@@ -197,27 +213,30 @@ def install_torch():
     """torch first, alone: on a machine without a GPU its CPU build, wherever pip can find one."""
     torch = re.findall(r"^torch==(\S+)", read(os.path.join(ROOT, "constraints.txt")), re.M)[0]
     if sys.platform == "linux" and not has_nvidia():
-        if pip(f"installing torch {torch}, CPU build", f"torch=={torch}+cpu", quiet_failure=True):
+        if pip(f"installing torch {torch}, CPU build", f"torch=={torch}+cpu", *BUILD, quiet_failure=True):
             return True
         print("  pip finds no build of torch that is marked as CPU only; taking the plain one, which may bring CUDA\n"
-              "  along (a few GB). README, \"Without a GPU\", says how to point pip at CPU builds.")
-    return pip("installing torch " + torch, "torch==" + torch)
+              "  along (a few GB). To have a CPU build: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, which\n"
+              "  pytorch.org names under \"Get started\", then make clean and the same command again.")
+    return pip("installing torch " + torch, "torch==" + torch, *BUILD)
+
+
+def repair(dists):
+    """Installs these again, of which something is gone."""
+    return bool(dists) and pip("repairing " + ", ".join(dists), "--force-reinstall", "--no-deps", *dists)
 
 
 def make_layer(layer):
     """Installs a layer or repairs it; its stamp is written last. False if something installed cannot be imported."""
-    broken = owners(lost(layer) or [])
+    gone = lost(layer) or []
+    if gone and repair(owners(gone)) and not lost(layer):
+        return True
     if os.path.exists(stamp(layer)):
         os.remove(stamp(layer))
     drop_half_installed()
-    ok = True
-    if broken:
-        ok = pip("repairing " + ", ".join(broken), "--force-reinstall", "--no-deps", *broken)
-    if layer == "run":
-        ok = ok and install_torch()
-    ok = ok and pip("installing walkvllm" + EXTRAS[layer] + " from this folder", "-e", "." + EXTRAS[layer],
-                    constraints=constraints_for(layer))
-    if not ok:
+    ok = layer != "run" or install_torch()
+    if not (ok and pip("installing walkvllm" + EXTRAS[layer] + " from this folder", "--no-build-isolation",
+                       "-e", "." + EXTRAS[layer], constraints=constraints_for(layer))):
         stop(f"pip could not install what `{layer}` needs: see above, and all of it in {LOG}.\n"
              "Run the same command again to go on from here.")
     if not run("trying the imports", [PYTHON, "-c", "import " + ", ".join(MODULES[layer].split())]):
@@ -238,6 +257,7 @@ def main():
         sys.exit(subprocess.call([python] + sys.argv))
     if sys.argv[1] != "run" and shutil.which("git") is None:
         stop("The tests look at the files that git tracks, and there is no git on PATH.")
+    wait_for_others()
     make_venv(python)
     for layer in LAYERS[sys.argv[1]]:
         if lost(layer) != [] and not make_layer(layer):

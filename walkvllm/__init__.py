@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from walkvllm.config import EngineArgs
     from walkvllm.llm import LLM, LLMEngine
-    from walkvllm.messages import EngineDeadError
     from walkvllm.output_processor import CompletionOutput, RequestOutput
     from walkvllm.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "LLMEngine", "RequestOutput",
+__all__ = ["LLM", "CompletionOutput", "EngineArgs", "LLMEngine", "RequestOutput",
            "RequestOutputKind", "SamplingParams"]
 
 _HOME = {
@@ -28,7 +27,6 @@ _HOME = {
     "RequestOutputKind": "sampling_params",
     "RequestOutput": "output_processor",
     "CompletionOutput": "output_processor",
-    "EngineDeadError": "messages",
 }
 
 

@@ -102,7 +102,7 @@ def generate(args: argparse.Namespace) -> None:
     from walkvllm.sampling_params import SamplingParams
 
     params = SamplingParams(**{"max_tokens": 256, "temperature": 0.0} | _given(args, _SAMPLING))
-    texts = [sys.stdin.read() if p == "-" else p for p in args.prompt]
+    texts = [sys.stdin.read().rstrip("\n") if p == "-" else p for p in args.prompt]
     llm = LLM(args.model, **_given(args, _ENGINE))
     if len(texts) == 1:
         prompt = _chat(llm, texts[0]) if args.chat else texts[0]
@@ -157,13 +157,14 @@ class Ink:
         return f"\x1b[1m{text}\x1b[0m" if self.on else text
 
     def line(self, text: str) -> str:
-        "Colours the requests' names where they stand as words of their own."
-        words = text.split(" ")
-        for i, word in enumerate(words):
-            bare = word.rstrip(",:;")
-            if bare in self.codes:
-                words[i] = f"\x1b[{self.codes[bare]}m{bare}\x1b[0m{word[len(bare) :]}"
-        return " ".join(words)
+        "Colours the requests' names where they stand as words of their own, outside of quotes."
+        parts = text.split('"')
+        parts[::2] = [" ".join(map(self._word, part.split(" "))) for part in parts[::2]]
+        return '"'.join(parts)
+
+    def _word(self, word: str) -> str:
+        bare = word.rstrip(",:;")
+        return f"\x1b[{self.codes[bare]}m{bare}\x1b[0m{word[len(bare) :]}" if bare in self.codes else word
 
 
 def _has_colour() -> bool:

@@ -19,10 +19,20 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool) -> None:
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
-        self.stream = DecodeStream(ids=prompt_token_ids, skip_special_tokens=self.skip)
+        self.stream = DecodeStream(skip_special_tokens=self.skip)
+        self.unfinished = ""
+        tail = prompt_token_ids[-32:]  # enough to know what stands before; a long prompt would take milliseconds
+        shown = "".join(map(self.step, tail))
+        self.unfinished = tokenizer.decode(tail, skip_special_tokens=self.skip)[len(shown) :]
 
     def step(self, token_id: int) -> str:
         "The characters that this token completes; none in the middle of a character, or for a skipped special token."
+        text = self._decode(token_id)
+        if text and self.unfinished:  # a character of the prompt that the answer does not complete is not the answer's
+            text, self.unfinished = text.removeprefix(self.unfinished), ""
+        return text
+
+    def _decode(self, token_id: int) -> str:
         try:
             return self.stream.step(self.tokenizer, token_id) or ""
         except Exception as error:  # tokenizers raises a bare Exception

@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from .config import VllmConfig, read_json
 from .messages import EngineCoreRequest
 from .sampling_params import SamplingParams
 
 # %% auto #0
-__all__ = ['read_if_there', 'load_tokenizer', 'set_bos_eos', 'special_token', 'chat_environment', 'load_chat_template',
-           'check_messages', 'check_message', 'HFTokenizer', 'Prompt', 'parse_prompt', 'check_ids', 'end_tokens',
+__all__ = ['read_if_there', 'load_tokenizer', 'chat_environment', 'load_chat_template', 'check_messages',
+           'check_message', 'special_token', 'HFTokenizer', 'Prompt', 'parse_prompt', 'check_ids', 'end_tokens',
            'InputProcessor', 'check_vocabulary', 'check_length', 'check_params', 'default_sampling_params']
 
 # %% ../nbs/03_input.ipynb #c9654262
@@ -43,24 +42,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ValueError(f"tokenizer: {file} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    set_bos_eos(tokenizer, read_if_there(file.with_name("tokenizer_config.json")))
     return tokenizer
-
-# %% ../nbs/03_input.ipynb #69e853fd
-def set_bos_eos(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    "Puts the begin and end tokens around every text, or takes them away, if tokenizer_config.json decides that."
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos, eos = (special_token(config, f"{k}_token") if config.get(f"add_{k}_token") else None for k in ("bos", "eos"))
-    single = " ".join([*([bos] if bos else []), "$A", *([eos] if eos else [])])
-    special = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token]
-    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
-
-
-def special_token(config: dict[str, Any], name: str) -> str | None:
-    "A special token's text: tokenizer_config.json holds it as a string, or as a record with its `content`."
-    token = config.get(name)
-    return token["content"] if isinstance(token, dict) else token
 
 # %% ../nbs/03_input.ipynb #8f8cc7f1
 def chat_environment() -> ImmutableSandboxedEnvironment:
@@ -111,6 +93,12 @@ def check_message(name: str, message: Any) -> dict[str, Any]:
     return {**message, "content": content}
 
 # %% ../nbs/03_input.ipynb #b7351afb
+def special_token(config: dict[str, Any], name: str) -> str | None:
+    "A special token's text: tokenizer_config.json holds it as a string, or as a record with its `content`."
+    token = config.get(name)
+    return token["content"] if isinstance(token, dict) else token
+
+
 class HFTokenizer:
     "What a Hugging Face directory knows about text: the tokenizer, the names of its special tokens, the chat template."
 

@@ -95,9 +95,15 @@ class LLMEngine:
 
     @interrupts_after()
     def step(self) -> list[RequestOutput]:
-        "One step of the core, and what it brought for the caller."
+        "One step of the core, and what it brought for the caller. An error in it ends all requests."
         self.check_open()
-        outputs = self.engine_core.get_output()
+        try:
+            outputs = self.engine_core.get_output()
+        except BaseException:
+            self.abort_request(list(self.output_processor.request_states))
+            # Blocks were named for tokens that this step may never have computed: nobody must find them.
+            self.engine_core.reset_prefix_cache()
+            raise
         request_outputs, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs)
         if reqs_to_abort:  # a stop string ended them here; the core does not know
             self.engine_core.abort_requests(reqs_to_abort)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from walkvllm.sampling_params import SamplingParams
 
 # %% auto #0
-__all__ = ['STOPS', 'KERNEL_PAGES', 'PALETTE', 'GREY', 'example', 'WIDTH', 'Picture', 'colours', 'route', 'show_table',
-           'vllm_symbols', 'in_vllm', 'expect', 'Example', 'token_text', 'show_blocks', 'show_flat', 'show_budget']
+__all__ = ['STOPS', 'KERNEL_PAGES', 'PALETTE', 'GREY', 'example', 'WIDTH', 'Group', 'Picture', 'colours', 'route',
+           'show_table', 'vllm_symbols', 'in_vllm', 'expect', 'Example', 'token_text', 'show_blocks', 'show_flat',
+           'show_budget', 'Explorer']
 
 # %% ../nbs/00_show.ipynb #a21e7a60
 class Picture:
@@ -121,7 +122,7 @@ def route(page: str) -> Picture:
     caller = chip("01") + chip("02") + chip("03") + '<span style="text-align:center">⋯</span>' + chip("15")
     html = (
         '<nav aria-label="The route of a request" '
-        'style="max-width:640px;font:12px/1.4 system-ui,sans-serif;color:inherit">'
+        'style="max-width:640px;font:clamp(10px,2.8vw,12px)/1.4 system-ui,sans-serif;color:inherit">'
         + _box("the caller's process", caller, "repeat(5,minmax(0,1fr))", f"background:{GREY}")
         + '<div style="display:grid;grid-template-columns:1fr minmax(0,8em) 1fr;gap:6px;padding:3px 0;'
         + 'text-align:center">'
@@ -372,7 +373,7 @@ def _token(word: str, position: int, slot: int, colour: str, start: int | None, 
     "One token of the flat row at the origin, 43 by 40 units."
     short = word if len(word) <= 7 else word[:6] + "…"
     parts = [_rect(0, 10, 43, 30, colour), _text(21.5, 21, short, 9, "#fff", _MIDDLE + ' xml:space="preserve"')]
-    parts.append(_text(21.5, 35, f"{position} → {slot}" if slot >= 0 else f"{position} → –", 8, "#fff", _MIDDLE))
+    parts.append(_text(21.5, 35, f"{position} → {slot}" if slot >= 0 else f"{position} → –", 8.5, "#fff", _MIDDLE))
     if start is not None:
         parts += [_rect(0, 0, 2.5, 40, "currentColor"), _text(5, 8, start, 8)]
     if wanted:
@@ -408,13 +409,24 @@ def _spent(step: Any) -> list[tuple[str, int, bool]]:
     return [(n, k, n not in decoding or n in known.resumed_req_ids) for n, k in step.num_scheduled_tokens.items()]
 
 
-def _groups(steps: Sequence[Any], first_step: int) -> list[tuple[str, list[tuple[str, int, bool]]]]:
-    "(number or range of numbers, what was spent): neighbours that spent the same are one group."
-    spent = [_spent(s) for s in steps]
-    firsts = [i for i, s in enumerate(spent) if i == 0 or s != spent[i - 1]]
-    ends = [*firsts[1:], len(spent)]
+def _note(step: Any) -> str:
+    "Who was thrown out in a step, and why nobody else was let in."
+    thrown_out = sorted(getattr(step, "preempted_req_ids", ()))
+    stopped = getattr(step, "admission_stopped", "")
+    words = [f"thrown out: {', '.join(thrown_out)}"] if thrown_out else []
+    return "; ".join(words + ([f"no one else let in: {stopped}"] if stopped else []))
+
+
+Group = tuple[str, list[tuple[str, int, bool]], str]
+
+
+def _groups(steps: Sequence[Any], first_step: int) -> list[Group]:
+    "(number or range of numbers, what was spent, note): neighbours that are the same are one group."
+    seen = [(_spent(s), _note(s)) for s in steps]
+    firsts = [i for i, s in enumerate(seen) if i == 0 or s != seen[i - 1]]
+    ends = [*firsts[1:], len(seen)]
     return [
-        (f"{i + first_step}" + (f"–{e - 1 + first_step}" if e - i > 1 else ""), spent[i])
+        (f"{i + first_step}" + (f"–{e - 1 + first_step}" if e - i > 1 else ""), *seen[i])
         for i, e in zip(firsts, ends, strict=True)
     ]
 
@@ -422,14 +434,11 @@ def _groups(steps: Sequence[Any], first_step: int) -> list[tuple[str, list[tuple
 def show_budget(steps: Sequence[Any], budget: int, first_step: int = 1) -> Picture:
     "A bar per step: who spent how many tokens of the budget, on prefill (full) or decode (pale), and what was left."
     groups, parts, says = _groups(steps, first_step), [], []
-    colour, unit = colours(n for _, step in groups for n, _, _ in step), (WIDTH - 84) / budget
-    for row, (number, step) in enumerate(groups):
-        x, y, left = 50.0, row * 19 + 1, budget - sum(k for _, k, _ in step)
-        says.append(
-            f"step {number}: "
-            + ", ".join(f"{n} {k} {'prefill' if p else 'decode'}" for n, k, p in step)
-            + f", {left} left"
-        )
+    colour, unit, y = colours(n for _, step, _ in groups for n, _, _ in step), (WIDTH - 89) / budget, 1.0
+    for number, step, note in groups:
+        x, left = 55.0, budget - sum(k for _, k, _ in step)
+        spent = ", ".join(f"{n} {k} {'prefill' if p else 'decode'}" for n, k, p in step)
+        says.append(f"step {number}: {spent or 'nothing'}, {left} left" + (f" ({note})" if note else ""))
         parts.append(_text(0, y + 11, f"step {number}", 9) + _rect(x, y, unit * budget, 15, "none", _EDGE))
         for name, tokens, prefill in step:
             ink, pale = ("#fff", "") if prefill else ("currentColor", 'fill-opacity=".45"')
@@ -440,8 +449,41 @@ def show_budget(steps: Sequence[Any], budget: int, first_step: int = 1) -> Pictu
             )
             x += unit * tokens
         parts.append(_text(WIDTH, y + 11, f"{left} left", 8.5, more=f'text-anchor="end" {_FAINT}'))
-    html = _svg(parts, len(groups) * 19 + 2, f"Token budget {budget} per step. " + "; ".join(says))
+        if note:
+            parts.append(_text(55, y + 24, note, 8, more=_FAINT))
+        y += 30 if note else 19
+    html = _svg(parts, y + 1, f"Token budget {budget} per step. " + "; ".join(says))
     return Picture(
         html + _legend(colour, "full: prefill · pale: decode"),
         f"budget {budget}: " + "; ".join(says[:3]) + " …" * (len(says) > 3),
     )
+
+# %% ../nbs/00_show.ipynb #2861469e
+class Explorer:
+    "A function of a few knobs: with controls where a kernel runs, and its result for the first values elsewhere."
+
+    def __init__(self, draw: Callable[..., Picture], **choices: Sequence[Any]) -> None:
+        self.draw, self.choices = draw, choices
+        self.first = draw(**{name: values[0] for name, values in choices.items()})
+
+    def _repr_html_(self) -> str:
+        return self.first._repr_html_()
+
+    def __repr__(self) -> str:
+        return repr(self.first)
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        try:
+            import ipywidgets
+        except ImportError:
+            display(self.first)  # type: ignore[no-untyped-call]
+            return
+        style = {"description_width": "initial"}
+        controls = {
+            name: ipywidgets.SelectionSlider(options=sorted(values, key=str if isinstance(values[0], str) else None),
+                                             value=values[0], description=name, style=style)
+            for name, values in self.choices.items()
+        }  # fmt: skip
+        display(ipywidgets.interactive(self.draw, **controls))  # type: ignore[no-untyped-call]

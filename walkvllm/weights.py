@@ -63,7 +63,7 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 def parse_entry(file: Path, name: str, item: Any) -> TensorEntry:
     "Returns one tensor's line of the header; ValueError unless dtype, shape and bytes fit together."
     try:
-        dtype, shape, (start, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
+        dtype, shape, (start, end) = item["dtype"], tuple(map(int, item["shape"])), item["data_offsets"]
         wanted, got = ITEM_BYTES.get(dtype, 0) * math.prod(shape), end - start
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{file}: tensor {name!r} needs dtype, shape and data_offsets, not {item!r}") from None
