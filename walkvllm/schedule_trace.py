@@ -57,6 +57,7 @@ class ScheduleTrace:
         self.emitted: dict[str, list[int]] = {r["id"]: [] for r in self.specs}
         self.reasons: dict[str, str] = {}
         self.queue: deque[tuple[int, SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.steps, self.stalled = 0, False
 
     def add(self, index: int, spec: dict[str, Any]) -> None:
         "Queues the request that the workload lists at `index`."
@@ -123,14 +124,11 @@ class ScheduleTrace:
     def lines(self) -> Iterator[dict[str, Any]]:
         "The configuration, one line per step, and a summary."
         yield {"config": self.config}
-        steps, stalled = 0, False
-        for steps, line, stalled in run_steps(self):
-            if line:
-                yield line
+        yield from run_steps(self)
         yield {
             "summary": {
-                "steps": steps,
-                "stalled": stalled,
+                "steps": self.steps,
+                "stalled": self.stalled,
                 "tokens": self.emitted,
                 "finish_reasons": self.reasons,
                 "num_preemptions": {i: r.num_preemptions for i, r in self.requests.items()},
@@ -205,27 +203,26 @@ def one_step(trace: ScheduleTrace, step: int) -> tuple[dict[str, Any], bool]:
     return line | trace.state(), empty and not trace.queue
 
 
-def run_steps(trace: ScheduleTrace) -> Iterator[tuple[int, dict[str, Any], bool]]:
-    "Step number, line and whether the scheduler is stuck, until nothing is left to do. The last line is empty."
+def run_steps(trace: ScheduleTrace) -> Iterator[dict[str, Any]]:
+    "A line per step, until nothing is left to do or the scheduler makes three empty steps with requests waiting."
     order = sorted(enumerate(trace.specs), key=lambda p: (p[1].get("arrival_step", 0), p[0]))
     todo, last_abort = deque(order), max((s.get("abort_step") or 0 for s in trace.specs), default=0)
-    step = idle = 0
-    while step < trace.max_steps:
+    idle = 0
+    while trace.steps < trace.max_steps:
+        step = trace.steps
         line = arrivals_and_aborts(trace, todo, step)
-        if not trace.scheduler.has_requests() and not trace.queue:
-            if not todo:
-                break
-            yield step, {"step": step, "idle": True}, False
-            step += 1
-            continue
-        more, empty = one_step(trace, step)
-        yield step, line | more, False
-        idle = idle + 1 if empty and trace.scheduler.requests else 0
-        if idle >= 3 and not todo and last_abort <= step:
-            yield step, {}, True
+        if trace.scheduler.has_requests() or trace.queue:
+            more, empty = one_step(trace, step)
+            yield line | more
+            idle = idle + 1 if empty and trace.scheduler.requests else 0
+            if idle >= 3 and not todo and last_abort <= step:
+                trace.stalled = True
+                return
+        elif todo:
+            yield {"step": step, "idle": True}
+        else:
             return
-        step += 1
-    yield step, {}, False
+        trace.steps += 1
 
 
 def trace_schedule(

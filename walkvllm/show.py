@@ -476,9 +476,9 @@ class Explorer:
         from IPython.display import display
 
         try:
-            import ipywidgets
+            import ipywidgets  # type: ignore[import-untyped]
         except ImportError:
-            display(self.first)  # type: ignore[no-untyped-call]
+            display(self.first)
             return
         style = {"description_width": "initial"}
         controls = {
@@ -486,4 +486,4 @@ class Explorer:
                                              value=values[0], description=name, style=style)
             for name, values in self.choices.items()
         }  # fmt: skip
-        display(ipywidgets.interactive(self.draw, **controls))  # type: ignore[no-untyped-call]
+        display(ipywidgets.interactive(self.draw, **controls))

@@ -45,7 +45,7 @@ def free_request(scheduler: Scheduler, request: Request) -> None:
 
 
 def finish_requests(scheduler: Scheduler, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
-    "Ends requests from outside, such as an abort. Unknown and finished ids are skipped. Returns the ids that were ended."
+    "Ends requests from outside, such as an abort. Skips unknown and finished ids. Returns the ids that were ended."
     ending = [r for i in dict.fromkeys(request_ids) if (r := scheduler.requests.get(i)) is not None]
     if any(r.status == RequestStatus.RUNNING for r in ending):
         scheduler.running = [r for r in scheduler.running if r not in ending]
@@ -57,7 +57,7 @@ def finish_requests(scheduler: Scheduler, request_ids: Iterable[str], status: Re
 
 # %% ../nbs/14_update.ipynb #2180ecd8
 def append_tokens(scheduler: Scheduler, request: Request, token_ids: list[int]) -> tuple[list[int], bool]:
-    "Appends sampled tokens one at a time, up to the one that ends the request. Returns those kept, and whether it ended."
+    "Appends sampled tokens, up to the one that ends the request. Returns those kept, and whether it ended."
     for count, token_id in enumerate(token_ids, 1):
         request.append_output_token_id(token_id)
         if check_stop(request, scheduler.max_model_len):
