@@ -121,7 +121,7 @@ class CellItem(pytest.Item):
         try:
             page.run(self.number, self.cell["source"], rewrite)
         except BaseException:
-            print(cells.as_text(page.outputs), end="")  # what it had shown until then: pytest prints it with the failure
+            print(cells.as_text(page.outputs), end="")  # pytest shows it with the failure
             raise
 
     def runtest(self) -> None:

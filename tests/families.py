@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -66,7 +66,7 @@ def greedy(path: Path, prompts: list[list[int]], max_tokens: list[int]) -> list[
     return answers
 
 
-@lru_cache(maxsize=None)
+@cache
 def case(name: str, directory: Path, embedded: Path | None = None) -> Case:
     "The model `name` with its prompts and the right answers. Made once."
     torch.set_num_threads(1)

@@ -1,5 +1,7 @@
 """Each rule of the scheduler and the pool, broken one at a time in a copy of the project: some test must turn red."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 import os

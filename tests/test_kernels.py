@@ -347,6 +347,7 @@ def read_with(config: ReadConfig, shape: Shape) -> None:
 @pytest.mark.parametrize("splits", [2, 4, 8])
 @pytest.mark.parametrize("what", [
     "decodes of very unlike length", "one token, no context", "scores that overflow exp", "more rows than tokens",
+    "one decode among prefills",
     "group that is no power of two", "head size that is no power of two", "bfloat16"])
 def test_splits_merge_to_the_same(what: str, splits: int) -> None:
     """Also where a split finds no key at all, where a row of it sees none, and for rows of padding."""

@@ -100,12 +100,11 @@ def has_nvidia():
 
 def wait_for_others():
     """Returns when no other set-up works in this folder; the lock goes when this program ends."""
-    global lock
     try:
         import fcntl
     except ImportError:
         return
-    lock = open(os.path.abspath(__file__))  # noqa: SIM115 - held until the program ends
+    lock = os.open(os.path.abspath(__file__), os.O_RDONLY)  # held until the program ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -215,9 +214,9 @@ def install_torch():
     if sys.platform == "linux" and not has_nvidia():
         if pip(f"installing torch {torch}, CPU build", f"torch=={torch}+cpu", *BUILD, quiet_failure=True):
             return True
-        print("  pip finds no build of torch that is marked as CPU only; taking the plain one, which may bring CUDA\n"
-              "  along (a few GB). To have a CPU build: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, which\n"
-              "  pytorch.org names under \"Get started\", then make clean and the same command again.")
+        print("  pip finds no build of torch that is marked as CPU only; the plain one may bring\n"
+              "  CUDA along (a few GB). To have a CPU build: set PIP_EXTRA_INDEX_URL to PyTorch's index for CPUs,\n"
+              "  named on pytorch.org under \"Get started\", then make clean and the same command again.")
     return pip("installing torch " + torch, "torch==" + torch, *BUILD)
 
 

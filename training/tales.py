@@ -8,6 +8,8 @@ useful for an inference engine: stories to stream, sums and counting with one ri
 lists, JSON, and an echo game.
 """
 
+# ruff: noqa: E501
+
 import argparse
 import json
 import random

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 
 from .config import VllmConfig
 from .kv_cache import BlockHasher, Request, RequestStatus
-from .messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from walkvllm.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+)
 from .model_runner import ModelRunner
 from .scheduler import AsyncScheduler, Scheduler
 
@@ -32,13 +38,17 @@ class EngineCore:
         )
         self.batch_queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()  # launched, not yet booked
 
+    def preprocess_add_request(self, message: EngineCoreRequest) -> Request:
+        "The request that `message` describes, its prompt's blocks already hashed. Touches nothing: any thread may do it."
+        return Request.from_engine_core_request(message, self.block_hasher)
+
     def add_request(self, message: EngineCoreRequest) -> None:
         "Queues the request that `message` describes. Raises ValueError if its id is in use."
-        self.scheduler.add_request(Request.from_engine_core_request(message, self.block_hasher))
+        self.scheduler.add_request(self.preprocess_add_request(message))
 
-    def abort_requests(self, request_ids: Sequence[str]) -> None:
-        "Ends requests at once and frees their blocks. Unknown and finished ids are ignored."
-        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+    def abort_requests(self, request_ids: Sequence[str]) -> list[str]:
+        "Ends requests at once and frees their blocks. Unknown and finished ids are ignored. Returns the ids that were ended."
+        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def has_work(self) -> bool:
         "Whether another step has something to do."
@@ -57,6 +67,14 @@ class EngineCore:
     def check_blocks(self) -> None:
         "Raises RuntimeError unless every block adds up."
         self.scheduler.kv_cache_manager.check()
+
+    def stats(self) -> SchedulerStats:
+        "Who is here, and how many blocks are free."
+        scheduler, pool = self.scheduler, self.scheduler.kv_cache_manager.block_pool
+        named = sum(block.block_hash is not None for block in pool.blocks)
+        return SchedulerStats(
+            len(scheduler.running), len(scheduler.waiting), pool.get_num_free_blocks(), len(pool.blocks) - 1, named
+        )
 
 # %% ../nbs/05_engine_core.ipynb #6092f5f5
 def execute(core: EngineCore, work: SchedulerOutput) -> ModelRunnerOutput:

@@ -13,8 +13,9 @@ import msgspec
 from .sampling_params import SamplingParams
 
 # %% auto #0
-__all__ = ['EngineCoreRequest', 'FinishReason', 'EngineCoreOutput', 'EngineCoreOutputs', 'encode', 'decode_request',
-           'decode_outputs', 'NewRequestData', 'CachedRequestData', 'SchedulerOutput', 'ModelRunnerOutput']
+__all__ = ['EngineCoreRequest', 'FinishReason', 'EngineCoreOutput', 'EngineCoreOutputs', 'SchedulerStats', 'encode',
+           'decode_request', 'decode_outputs', 'NewRequestData', 'CachedRequestData', 'SchedulerOutput',
+           'ModelRunnerOutput']
 
 # %% ../nbs/04_boundary.ipynb #2ef31828
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -54,6 +55,16 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     "Everything that one step gives back."
 
     outputs: list[EngineCoreOutput] = []
+
+
+class SchedulerStats(msgspec.Struct, array_like=True):
+    "How full the core is."
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_free_blocks: int
+    num_blocks: int  # without the null block
+    num_cached_blocks: int  # that remember what they hold, free or not
 
 # %% ../nbs/04_boundary.ipynb #c5179b47
 _encoder = msgspec.msgpack.Encoder()

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from walkvllm.spec import ModelSpec
 
 # %% auto #0
-__all__ = ['ITEM_BYTES', 'INDEX', 'raw_header', 'TensorEntry', 'parse_entry', 'read_header', 'read_index',
-           'weight_files', 'read_entries', 'Place', 'stack', 'layer_places', 'loading_plan', 'is_harmless',
-           'check_entries', 'load_weights']
+__all__ = ['ITEM_BYTES', 'INDEX', 'HARMLESS', 'raw_header', 'TensorEntry', 'parse_entry', 'read_header', 'read_index',
+           'weight_files', 'read_entries', 'Place', 'stack', 'layer_places', 'loading_plan', 'check_entries',
+           'load_weights']
 
 # %% ../nbs/09b_weights.ipynb #1eeac1fc
 def raw_header(file: Path) -> tuple[dict[str, Any], int]:
@@ -191,11 +191,8 @@ def loading_plan(spec: ModelSpec) -> dict[str, Place]:
     return plan
 
 # %% ../nbs/09b_weights.ipynb #161400e0
-def is_harmless(name: str, spec: ModelSpec) -> bool:
-    "Returns whether a tensor may be left out: angles that we compute, or a copy of the tied embedding."
-    if name == "lm_head.weight":
-        return spec.tie_word_embeddings
-    return re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name) is not None
+# Angles, which we compute, and a copy of the embedding if it is tied (if it is not, the plan has it).
+HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|lm_head\.weight")
 
 
 def check_entries(path: Path, entries: dict[str, TensorEntry], spec: ModelSpec) -> dict[str, Place]:
@@ -208,7 +205,7 @@ def check_entries(path: Path, entries: dict[str, TensorEntry], spec: ModelSpec) 
             shape = list(entries[name].shape)
             raise ValueError(f"{entries[name].file}: tensor {name!r} is {shape}, config.json wants {list(place.shape)}")
     for name, entry in entries.items():
-        if name not in plan and not is_harmless(name, spec):
+        if name not in plan and not HARMLESS.fullmatch(name):
             raise ValueError(f"{entry.file}: tensor {name!r} is not part of {spec.architecture} with this config.json")
     return plan
 
