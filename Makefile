@@ -35,7 +35,8 @@ test-real: setup-real
 	@$(PY) -m pytest --flags real tests/test_real.py
 
 lab: setup-lab
-	@env $$($(PY) tools/cells.py) $(PY) -m jupyterlab nbs/index.ipynb
+	@env $$($(PY) tools/cells.py) $(PY) -m jupyterlab --ServerApp.root_dir=. \
+		--LabApp.default_url=/lab/tree/nbs/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 text build check: setup-test
 	@$(PY) tools/pages.py $@ $(PAGES)

@@ -227,6 +227,8 @@ def _failure(page: cells.Page, number: int, cell: dict[str, Any], e: BaseExcepti
     trace = "".join(traceback.format_list(frames[first if first is not None else -1:]))
     line = frames[first].lineno if first is not None else getattr(e, "lineno", None)
     what = "".join(traceback.format_exception_only(type(e), e))
+    if isinstance(e, AssertionError):
+        what += f'For the values: .venv/bin/python -m pytest {page.name} -k "{number:02d}-"'
     source = linecache.getline(name, line).strip() if line else ""
     head = f"FAILED {page.name}, cell {number} (id {cell['id']})" + (f", line {line}: {source}" if line else "")
     shown = cells.as_text(page.outputs)
@@ -311,7 +313,7 @@ def main() -> None:
     parser.add_argument("page", nargs="*", metavar="PAGE")
     parser.add_argument("--no-run", action="store_true", help="build: keep the stored outputs, run nothing")
     parser.add_argument("--force", action="store_true", help="build: take the text, though the notebook is newer")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if (args.no_run or args.force) and args.command != "build":
         parser.error("--no-run and --force belong to build")
     cells.prepare()

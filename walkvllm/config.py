@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ logger = logging.getLogger("walkvllm")
 
 # %% auto #0
 __all__ = ['logger', 'CHOICES', 'SMALLEST', 'BYTES', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'VllmConfig',
-           'EngineArgs', 'check_engine_args', 'read_json', 'model_directory', 'resolve_dtype', 'resolve_max_model_len',
-           'resolve_backend', 'block_bytes', 'resolve_num_blocks', 'fit_pool']
+           'EngineArgs', 'check_engine_args', 'read_json', 'model_directory', 'resolve_generation_config',
+           'resolve_dtype', 'resolve_max_model_len', 'resolve_backend', 'block_bytes', 'resolve_num_blocks', 'fit_pool']
 
 # %% ../nbs/02_settings.ipynb #2070a3c7
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,10 @@ class ModelConfig:
     dtype: str  # of weights, activations and KV cache: "float32", "bfloat16" or "float16"
     max_model_len: int  # prompt and output together, in tokens; never more than the pool holds
     seed: int
-    generation_config: dict[str, Any]  # generation_config.json, {} if there is none
+    generation_config: dict[str, Any]  # generation_config.json, {} if there is none: what ends an answer
+    default_sampling: dict[str, Any]  # of a request that brings no SamplingParams, in generation_config.json's names
+    max_logprobs: int  # the most log probabilities that a request may ask for; -1: all
+    logprobs_mode: str  # which numbers those are
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,10 @@ class EngineArgs:
     skip_tokenizer_init: bool = False  # prompts and answers are ids
     dtype: str = "auto"  # "auto" is the checkpoint's own
     seed: int = 0  # of the draws of requests without a seed
+    generation_config: str = "auto"  # where sampling defaults come from: the model, "vllm" for none, or a directory
+    override_generation_config: dict[str, Any] = field(default_factory=dict)  # and what is changed in them
+    max_logprobs: int = 20  # the most log probabilities that a request may ask for; -1: all
+    logprobs_mode: str = "raw_logprobs"  # or raw_logits, processed_logprobs, processed_logits (page 13d)
     max_model_len: int | None = None  # None: what the model is made for
     block_size: int = 16
     num_gpu_blocks_override: int | None = None  # blocks in the pool; None: as kv_cache_memory_bytes allows
@@ -108,11 +115,11 @@ class EngineArgs:
                 "if enable_chunked_prefill=False: a prompt could never be computed in one step"
             )
         tokenizer = model_directory(self.tokenizer, "tokenizer") if self.tokenizer else path
-        generation = path / "generation_config.json"
+        generation, sampling = resolve_generation_config(self, path)
         return VllmConfig(
             ModelConfig(
                 path, tokenizer, self.skip_tokenizer_init, spec, dtype, max_model_len, self.seed,
-                read_json(generation) if generation.exists() else {},
+                generation, sampling, self.max_logprobs, self.logprobs_mode,
             ),
             CacheConfig(self.block_size, num_blocks, self.enable_prefix_caching, self.prefix_caching_hash_algo),
             SchedulerConfig(
@@ -129,26 +136,27 @@ CHOICES = {
     "prefix_caching_hash_algo": ("sha256", "blake2b"),
     "scheduling_policy": ("fcfs", "priority"),
     "attention_backend": ("auto", "naive", "cpu", "triton"),
+    "logprobs_mode": ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
 }
 SMALLEST = {  # the smallest value of each number
     "max_model_len": 2, "block_size": 1, "num_gpu_blocks_override": 2, "kv_cache_memory_bytes": 1,
-    "max_num_batched_tokens": 1, "max_num_seqs": 1, "long_prefill_token_threshold": 0,
+    "max_num_batched_tokens": 1, "max_num_seqs": 1, "long_prefill_token_threshold": 0, "max_logprobs": -1,
 }  # fmt: skip
 
 
 def check_engine_args(args: EngineArgs) -> None:
     "Raises ValueError for an argument of the wrong type or outside its range, with its name, value and limit."
     args.dtype = str(args.dtype).removeprefix("torch.")  # torch.float32 is as good as "float32"
-    for field in fields(args):
-        name, value = field.name, getattr(args, field.name)
-        if isinstance(field.default, bool) or name == "async_scheduling":
+    for name, default in ((f.name, f.default) for f in fields(args)):
+        value = getattr(args, name)
+        if isinstance(default, bool) or name == "async_scheduling":
             if not isinstance(value, bool) and not (value is None and name == "async_scheduling"):
                 raise ValueError(f"{name}={value!r} must be True or False")
         elif name in CHOICES:
             if value not in CHOICES[name]:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(CHOICES[name])}")
         elif name in SMALLEST or name == "seed":
-            if value is None and field.default is None:
+            if value is None and default is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name}={value!r} must be an integer")
@@ -175,6 +183,20 @@ def model_directory(model: str | None, name: str = "model") -> Path:
     if not path.is_dir():
         raise ValueError(f"{name}={model!r} is not a directory; models are read from disk, nothing is downloaded")
     return path
+
+
+def resolve_generation_config(args: EngineArgs, model: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    "(the generation config that says what ends an answer, the one that sampling defaults come from)"
+    source, override = args.generation_config, args.override_generation_config
+    if not isinstance(source, str) or not isinstance(override, dict):
+        raise ValueError(
+            f"generation_config={source!r} must be 'auto', 'vllm' or a directory, "
+            f"and override_generation_config={override!r} a dict"
+        )
+    folder = model if source in ("auto", "vllm") else model_directory(source, "generation_config")
+    file = folder / "generation_config.json"
+    found = read_json(file) if file.exists() else {}
+    return found, {**({} if source == "vllm" else found), **override}
 
 
 def resolve_dtype(dtype: str, spec: ModelSpec) -> str:

@@ -3,15 +3,29 @@
 # %% ../nbs/04_boundary.ipynb #918725dc
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
-from typing import Protocol
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
 
 from .config import VllmConfig
-from .engine_core import EngineCore
-from .messages import EngineCoreOutputs, EngineCoreRequest, decode_outputs, decode_request, encode
+from walkvllm.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+    decode_outputs,
+    decode_request,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from walkvllm.engine_core import EngineCore
+
+logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['EngineCoreClient', 'InprocClient']
+__all__ = ['logger', 'SWITCH', 'EngineCoreClient', 'InprocClient', 'wants_process', 'make_client']
 
 # %% ../nbs/04_boundary.ipynb #62685fb1
 class EngineCoreClient(Protocol):
@@ -21,11 +35,15 @@ class EngineCoreClient(Protocol):
 
     def abort_requests(self, request_ids: Sequence[str]) -> None: ...
 
+    def wait(self) -> None: ...
+
     def get_output(self) -> EngineCoreOutputs: ...
 
     def reset_prefix_cache(self) -> bool: ...
 
     def check_blocks(self) -> None: ...
+
+    def stats(self) -> SchedulerStats: ...
 
     def shutdown(self) -> None: ...
 
@@ -34,6 +52,8 @@ class InprocClient:
     "An engine core in this process, spoken to in encoded messages all the same."
 
     def __init__(self, config: VllmConfig) -> None:
+        from walkvllm.engine_core import EngineCore  # and with it torch: a caller whose core is elsewhere needs neither
+
         self.core: EngineCore | None = EngineCore(config)
 
     @property
@@ -51,9 +71,17 @@ class InprocClient:
         "Ends requests. Unknown and finished ids are ignored."
         self.engine_core.abort_requests(list(request_ids))
 
+    def wait(self) -> None:
+        "Nothing to wait for: `get_output` is what makes the core work."
+
     def get_output(self) -> EngineCoreOutputs:
-        "Runs one step, and returns what it produced."
-        return decode_outputs(encode(self.engine_core.step()))
+        "Runs one step, and returns what it produced. An error in it ends all requests."
+        try:
+            outputs = self.engine_core.step()
+        except BaseException:
+            self.engine_core.abandon()
+            raise
+        return decode_outputs(encode(outputs))
 
     def reset_prefix_cache(self) -> bool:
         "Forgets all names of blocks, if no request holds a block. Says whether it did."
@@ -63,6 +91,35 @@ class InprocClient:
         "Raises RuntimeError unless every block adds up."
         self.engine_core.check_blocks()
 
+    def stats(self) -> SchedulerStats:
+        "Who is in the core, and how many blocks are free."
+        return self.engine_core.stats()
+
     def shutdown(self) -> None:
         "Lets go of the core: weights, KV tensors and all. Can be called twice."
         self.core = None
+
+# %% ../nbs/04_boundary.ipynb #c6cef33c
+SWITCH = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+
+def wants_process(multiprocess: bool | None) -> bool:
+    "Whether the core is to have a process of its own: as told, or as the environment says, or as it can."
+    if multiprocess is not None:
+        return multiprocess
+    switch = os.environ.get(SWITCH, "")
+    if switch not in ("", "0", "1"):
+        raise ValueError(f"{SWITCH}={switch!r} must be 0 or 1")
+    if not switch and find_spec("zmq") is None:
+        logger.warning("there is no pyzmq: the engine core stays in this process")
+        return False
+    return switch == "1"
+
+
+def make_client(config: VllmConfig, multiprocess: bool | None = None) -> EngineCoreClient:
+    "A client with a core, in this process or in one of its own."
+    if wants_process(multiprocess):
+        from walkvllm.mp_client import SyncMPClient
+
+        return SyncMPClient(config)
+    return InprocClient(config)

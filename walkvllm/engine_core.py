@@ -50,6 +50,11 @@ class EngineCore:
         "Ends requests at once and frees their blocks. Unknown and finished ids are ignored. Returns the ids that were ended."
         return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
+    def abandon(self) -> None:
+        "Ends everything after a step that was torn. Blocks may have names for tokens that were never computed: forget all."
+        self.abort_requests(list(self.scheduler.requests))
+        self.reset_prefix_cache()
+
     def has_work(self) -> bool:
         "Whether another step has something to do."
         return self.scheduler.has_requests() or bool(self.batch_queue)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .attention import CommonAttentionMetadata
-from .sampler import SamplingColumns
+from .sampling_metadata import SamplingColumns
 from .sampling_params import SamplingParams
 
 # %% auto #0

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +19,14 @@ from tokenizers import Tokenizer
 
 from .config import VllmConfig, read_json
 from .messages import EngineCoreRequest
+from .sampling_checks import bad_word_token_ids, check_against_model, check_something_is_left, check_vocabulary
 from .sampling_params import SamplingParams
 
 # %% auto #0
 __all__ = ['read_if_there', 'load_tokenizer', 'chat_environment', 'load_chat_template', 'check_messages',
            'check_message', 'special_token', 'HFTokenizer', 'Prompt', 'parse_prompt', 'check_ids', 'end_tokens',
-           'InputProcessor', 'check_vocabulary', 'check_length', 'check_params', 'default_sampling_params']
+           'InputProcessor', 'Tokenization', 'read_tokenization', 'check_length', 'check_params',
+           'default_sampling_params']
 
 # %% ../nbs/03_input.ipynb #c9654262
 def read_if_there(path: Path) -> dict[str, Any]:
@@ -114,12 +117,16 @@ class HFTokenizer:
         "The id of the end token; None if the directory names none."
         return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, keep: int | None = None, side: str = "left") -> list[int]:
         "Token ids of a text, with what the tokenizer puts around every text (a begin token, mostly)."
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            encoding = self.backend.encode(text, add_special_tokens=False)
         except TypeError as error:
             raise ValueError("prompt: the text is not valid Unicode (it holds half of a surrogate pair)") from error
+        if keep is not None:  # cut the text and not what is put around it
+            around = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+            encoding.truncate(max(keep - around, 0), direction=side)
+        return self.backend.post_process(encoding, None, add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         "The text of token ids."
@@ -210,40 +217,80 @@ class InputProcessor:
         self.generation_config = {**model.generation_config, "eos_token_id": ids}
 
     def process_inputs(
-        self, request_id: str, prompt: Any, params: SamplingParams, arrival_time: float | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> EngineCoreRequest:
         "The message to the core. ValueError or TypeError if the core could not serve it."
         check_params(self.config, params, priority)
-        if self.tokenizer is None and params.stop_strings:
-            raise ValueError("stop: stop strings need a tokenizer, but skip_tokenizer_init=True; use stop_token_ids")
         parsed = parse_prompt(prompt)
-        token_ids = self.tokenize(parsed)
+        token_ids = self.tokenize(parsed, read_tokenization(tokenization_kwargs, self.config.model_config.max_model_len))
         check_length(self.config, len(token_ids))
-        check_vocabulary(self.config, "prompt_token_ids", token_ids)
-        params = params.clone()  # the caller may use the object again
-        if params.max_tokens is None:
-            params.max_tokens = self.config.model_config.max_model_len - len(token_ids)
-        params.update_from_generation_config(self.generation_config, self.eos_token_id)
+        check_vocabulary("prompt_token_ids", token_ids, self.config.model_config.spec.vocab_size)
+        params = self.complete(params.clone(), len(token_ids))  # a copy: the caller may use the object again
         arrival = time.time() if arrival_time is None else arrival_time
         return EngineCoreRequest(request_id, token_ids, params, arrival, priority, parsed.cache_salt)
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def complete(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        "`params` with what the model and its tokenizer know: the longest answer, what ends it, the ids of bad words."
+        if params.max_tokens is None:
+            params.max_tokens = self.config.model_config.max_model_len - prompt_len
+        params.update_from_generation_config(self.generation_config, self.eos_token_id)
+        if self.tokenizer is not None:
+            encode = partial(self.tokenizer.encode, add_special_tokens=False)
+            params.bad_words_token_ids = bad_word_token_ids(params.bad_words, encode) if params.bad_words else None
+        else:
+            for name, value, instead in (
+                ("stop", params.stop, "stop_token_ids"), ("bad_words", params.bad_words, "logit_bias"),
+            ):  # fmt: skip
+                if value:
+                    raise ValueError(f"{name}={value!r} needs a tokenizer, but skip_tokenizer_init=True; use {instead}")
+        check_something_is_left(params)
+        return params
+
+    def tokenize(self, prompt: Prompt, how: Tokenization) -> list[int]:
         "The prompt's token ids; given ones win over text."
         if prompt.token_ids is not None:
-            return prompt.token_ids
+            return how.cut(prompt.token_ids)
         if self.tokenizer is None:
             raise ValueError("prompt: text needs a tokenizer, but skip_tokenizer_init=True; pass prompt_token_ids")
-        return self.tokenizer.encode(prompt.text or "")
+        return self.tokenizer.encode(prompt.text or "", how.add_special_tokens, how.keep, how.side)
 
 # %% ../nbs/03_input.ipynb #c6da3cd2
-def check_vocabulary(config: VllmConfig, name: str, token_ids: Sequence[int]) -> None:
-    "Refuses ids that the model has no embedding for."
-    size = config.model_config.spec.vocab_size
-    for token_id in token_ids:
-        if not 0 <= token_id < size:
-            raise ValueError(f"{name}: {token_id} is outside the vocabulary (0 to {size - 1})")
+class Tokenization(NamedTuple):
+    "How a text becomes token ids."
+
+    keep: int | None = None  # the most tokens; None: all of them
+    side: str = "left"  # where a prompt is cut that has more
+    add_special_tokens: bool = True
+
+    def cut(self, token_ids: list[int]) -> list[int]:
+        "Token ids that were given, cut like those of a text."
+        if self.keep is None or len(token_ids) <= self.keep:
+            return token_ids
+        return token_ids[: self.keep] if self.side == "right" else token_ids[len(token_ids) - self.keep :]
 
 
+def read_tokenization(kwargs: dict[str, Any] | None, max_model_len: int) -> Tokenization:
+    "From generate()'s `tokenization_kwargs`; -1 keeps as many as leave room for one token of the answer."
+    kwargs = kwargs or {}
+    if unknown := kwargs.keys() - {"truncate_prompt_tokens", "truncation_side", "add_special_tokens"}:
+        raise ValueError(f"tokenization_kwargs: {', '.join(sorted(map(repr, unknown)))} is not supported")
+    keep, side = kwargs.get("truncate_prompt_tokens"), kwargs.get("truncation_side")
+    if keep is not None and (type(keep) is not int or not -1 <= keep <= max_model_len):
+        raise ValueError(f"truncate_prompt_tokens={keep!r} must be an integer from -1 to max_model_len={max_model_len}")
+    if side not in (None, "left", "right"):
+        raise ValueError(f"truncation_side={side!r} must be 'left' or 'right'")
+    special = kwargs.get("add_special_tokens", True)
+    if not isinstance(special, bool):
+        raise ValueError(f"add_special_tokens={special!r} must be True or False")
+    return Tokenization(max_model_len - 1 if keep == -1 else keep, side or "left", special)
+
+# %% ../nbs/03_input.ipynb #0e9c2d1d
 def check_length(config: VllmConfig, prompt_len: int) -> None:
     "A prompt needs at least one token, and must leave room for at least one more."
     if prompt_len == 0:
@@ -263,7 +310,7 @@ def check_params(config: VllmConfig, params: SamplingParams, priority: int) -> N
     "Refuses what this model or this engine cannot do; SamplingParams has checked the rest itself."
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params: must be SamplingParams, got {type(params).__name__}")
-    check_vocabulary(config, "stop_token_ids", params.stop_token_ids or [])
+    check_against_model(params, config.model_config.spec.vocab_size, config.model_config.max_logprobs)
     if type(priority) is not int:
         raise TypeError(f"priority={priority!r} must be an int")
     policy = config.scheduler_config.policy
@@ -273,9 +320,7 @@ def check_params(config: VllmConfig, params: SamplingParams, priority: int) -> N
 # %% ../nbs/03_input.ipynb #e5ede77d
 def default_sampling_params(generation_config: dict[str, Any]) -> SamplingParams:
     "vLLM's defaults, changed by a model's generation config."
-    wanted = {key: value for key, value in generation_config.items() if value is not None}
-    for name, neutral in (("repetition_penalty", 1.0), ("min_p", 0.0)):
-        if wanted.get(name, neutral) != neutral:
-            raise ValueError(f"{name}: the model's default {wanted[name]} is not built; pass sampling_params")
-    names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "max_new_tokens": "max_tokens"}
-    return SamplingParams(**{ours: wanted[theirs] for theirs, ours in names.items() if theirs in wanted})
+    names = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+    names["max_new_tokens"] = "max_tokens"
+    wanted = {ours: generation_config.get(theirs) for theirs, ours in names.items()}
+    return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})

@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .config import EngineArgs, VllmConfig
-from .core_client import InprocClient
+from .core_client import make_client
 from .input_processor import HFTokenizer, InputProcessor, default_sampling_params, parse_prompt
 from .messages import EngineCoreRequest
 from .output_processor import OutputProcessor, RequestOutput
@@ -58,18 +58,20 @@ def interrupts_after() -> Iterator[None]:
 class LLMEngine:
     "The caller's half of the engine: prompts in, text out, one step at a time. The core is behind `engine_core`."
 
-    def __init__(self, config: VllmConfig, chat_template: str | None = None) -> None:
+    def __init__(
+        self, config: VllmConfig, chat_template: str | None = None, multiprocess: bool | None = None
+    ) -> None:
         self.vllm_config = config
         self.input_processor = InputProcessor(config, chat_template)  # prompt -> EngineCoreRequest
         tokenizer = self.input_processor.tokenizer
         self.output_processor = OutputProcessor(tokenizer.backend if tokenizer else None)  # EngineCoreOutput -> text
-        self.engine_core = InprocClient(config)  # everything that computes
+        self.engine_core: Any = make_client(config, multiprocess)  # everything that computes
         self.closed = False
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
+    def from_engine_args(cls, engine_args: EngineArgs, multiprocess: bool | None = None) -> LLMEngine:
         "The engine for these flat arguments."
-        return cls(engine_args.create_engine_config())
+        return cls(engine_args.create_engine_config(), None, multiprocess)
 
     def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams, arrival_time: float | None = None, priority: int = 0
@@ -86,23 +88,29 @@ class LLMEngine:
     def submit(self, request: EngineCoreRequest, prompt: str | None) -> None:
         "Sends a checked request to the core. The output side knows it first, so that no output arrives unknown."
         self.check_open()
-        self.output_processor.add_request(request, prompt)
+        messages, sent = self.output_processor.add_request(request, prompt), []  # several if n > 1 (page 15b)
         try:
-            self.engine_core.add_request(request)
+            for message in messages:
+                self.engine_core.add_request(message)
+                sent.append(message.request_id)
         except Exception:
             self.output_processor.abort_requests([request.request_id])
+            self.engine_core.abort_requests(sent)
             raise
 
-    @interrupts_after()
     def step(self) -> list[RequestOutput]:
         "One step of the core, and what it brought for the caller. An error in it ends all requests."
         self.check_open()
+        self.engine_core.wait()  # for a core in another process; Ctrl-C is welcome here
+        return self.take_outputs()
+
+    @interrupts_after()
+    def take_outputs(self) -> list[RequestOutput]:
+        "What the core has for the caller; a core in this process makes a step for that."
         try:
             outputs = self.engine_core.get_output()
-        except BaseException:
-            self.abort_request(list(self.output_processor.request_states))
-            # Blocks were named for tokens that this step may never have computed: nobody must find them.
-            self.engine_core.reset_prefix_cache()
+        except BaseException:  # the core has ended all requests, or is dead
+            self.output_processor.abort_requests(list(self.output_processor.request_states))
             raise
         request_outputs, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs)
         if reqs_to_abort:  # a stop string ended them here; the core does not know
@@ -168,12 +176,10 @@ ONLY_IN_VLLM: dict[str, tuple[Any, ...]] = {  # argument: the values that mean t
     **dict.fromkeys(["enable_lora", "enable_prompt_embeds", "enable_sleep_mode"], (False,)),
     **dict.fromkeys(["speculative_config", "spec_method", "spec_model", "spec_tokens"], (None,)),
     **dict.fromkeys(["logits_processors", "pooler_config", "structured_outputs_config", "scheduler_cls"], (None,)),
-    **dict.fromkeys(["limit_mm_per_prompt", "mm_processor_kwargs", "override_generation_config"], (None, {})),
+    **dict.fromkeys(["limit_mm_per_prompt", "mm_processor_kwargs"], (None, {})),
     "reasoning_parser": ("",),
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
-    "generation_config": ("auto",),
-    "max_logprobs": (),
     "stream_interval": (1,),
     "disable_log_stats": (True,),
 }
@@ -211,13 +217,17 @@ class LLM:
     "An engine with a model, for whoever has all prompts at hand: generate() and chat() return when all are answered."
 
     def __init__(
-        self, model: str | Path | None = None, *, chat_template: str | Path | None = None, **engine_args: Any
-    ) -> None:
-        "`model`: a Hugging Face directory (None: the one that ships with this package). The rest: see EngineArgs."
+        self, model: str | Path | None = None, *, chat_template: str | Path | None = None,
+        multiprocess: bool | None = None, **engine_args: Any,
+    ) -> None:  # fmt: skip
+        """`model`: a Hugging Face directory (None: the one that ships with this package). The rest: see EngineArgs.
+
+        multiprocess: whether the core gets a process of its own; None: as VLLM_ENABLE_V1_MULTIPROCESSING says, or yes.
+        """
         if isinstance(chat_template, Path):
             chat_template = chat_template.read_text(encoding="utf-8")
         config = engine_args_from(model, engine_args).create_engine_config()
-        self.llm_engine = LLMEngine(config, chat_template)
+        self.llm_engine = LLMEngine(config, chat_template, multiprocess)
         self.model_config = config.model_config
         self.request_counter = itertools.count()
 
@@ -286,6 +296,16 @@ class LLM:
             prepared.append((request, parse_prompt(prompt).text))
         return prepared
 
+    def walk(
+        self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams],
+        request_ids: Sequence[str] | None = None,
+    ) -> Iterator[Any]:  # fmt: skip
+        "Like generate(), but stops after everything that happens on the way, for whoever wants to look (page 16)."
+        from walkvllm.walk import walk
+
+        self.llm_engine.check_open()
+        return walk(self, prompts, sampling_params, request_ids)
+
     def get_tokenizer(self) -> HFTokenizer:
         "The model's tokenizer. ValueError with skip_tokenizer_init."
         tokenizer = self.llm_engine.input_processor.tokenizer
@@ -295,7 +315,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         "What a prompt gets that brings no SamplingParams; the model's generation config has a say in it."
-        return default_sampling_params(self.llm_engine.input_processor.generation_config)
+        return default_sampling_params(self.model_config.default_sampling)
 
     def reset_prefix_cache(self) -> bool:
         "Forgets all cached blocks; False, and nothing changes, while requests hold blocks."

@@ -9,13 +9,14 @@ import enum
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from .sampling_params import SamplingParams
 
 # %% auto #0
-__all__ = ['EngineCoreRequest', 'FinishReason', 'EngineCoreOutput', 'EngineCoreOutputs', 'SchedulerStats', 'encode',
-           'decode_request', 'decode_outputs', 'NewRequestData', 'CachedRequestData', 'SchedulerOutput',
-           'ModelRunnerOutput']
+__all__ = ['EngineCoreRequest', 'FinishReason', 'LogprobsLists', 'EngineCoreOutput', 'EngineCoreOutputs',
+           'SchedulerStats', 'encode', 'decode_request', 'decode_outputs', 'NewRequestData', 'CachedRequestData',
+           'SchedulerOutput', 'ModelRunnerOutput']
 
 # %% ../nbs/04_boundary.ipynb #2ef31828
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -41,6 +42,20 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
+    "Log probabilities of N positions: of a token itself, and behind it of the likeliest. Arrays as bytes (page 13d)."
+
+    width: int  # entries of a position
+    token_ids: bytes  # [N, width] int32
+    logprobs: bytes  # [N, width] float32
+    ranks: bytes  # [N] int32, of the token itself: 1 is the likeliest
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        "(token ids, log probabilities, ranks) as arrays."
+        ids, values = np.frombuffer(self.token_ids, np.int32), np.frombuffer(self.logprobs, np.float32)
+        return ids.reshape(-1, self.width), values.reshape(-1, self.width), np.frombuffer(self.ranks, np.int32)
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     "What one step gives back for one request."
 
@@ -49,6 +64,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended it; stop strings are found by the caller
     num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
+    new_logprobs: LogprobsLists | None = None  # of the new tokens
+    new_prompt_logprobs: LogprobsLists | None = None  # of the prompt, when it is complete
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -130,3 +147,5 @@ class ModelRunnerOutput:
 
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
+    logprobs: dict[str, LogprobsLists] = field(default_factory=dict)  # of those who asked, with a token in this step
+    prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)  # of those whose prompt is complete now

@@ -11,14 +11,16 @@ import torch
 from .attention import get_backend
 from .config import VllmConfig
 from .input_batch import CachedRequestState, FlatBatch, InputBatch, flatten
-from .messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from .logprobs import ROWS_AT_ONCE, PromptLogprobs, split_logprobs
+from .messages import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .models import CausalLM
 from .sampler import Sampler, make_generator
 from .spec import ModelSpec
 from .weights import load_weights
 
 # %% auto #0
-__all__ = ['kv_cache_shape', 'allocate_kv_cache', 'new_request_state', 'update_cached', 'update_states', 'ModelRunner']
+__all__ = ['kv_cache_shape', 'allocate_kv_cache', 'new_request_state', 'update_cached', 'update_states',
+           'update_prompt_logprobs', 'ModelRunner']
 
 # %% ../nbs/12_runner.ipynb #8dee29f4
 def kv_cache_shape(spec: ModelSpec, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
@@ -88,6 +90,16 @@ def update_states(
         batch.add_request(state)
     batch.condense()
 
+# %% ../nbs/12_runner.ipynb #a32701bf
+def update_prompt_logprobs(asked: dict[str, PromptLogprobs], so: SchedulerOutput, vocab_size: int) -> None:
+    "Makes `asked` hold the new requests that want to know about their prompts, and none that has finished."
+    for req_id in so.finished_req_ids:
+        asked.pop(req_id, None)
+    for new in so.scheduled_new_reqs:
+        n = new.sampling_params.prompt_logprobs
+        if n is not None:
+            asked[new.req_id] = PromptLogprobs(new.prompt_token_ids, vocab_size if n == -1 else n)
+
 # %% ../nbs/12_runner.ipynb #fe9ef9ef
 class ModelRunner:
     "Owns the model, the KV cache and the states of the requests. One step is execute_model, then sample_tokens."
@@ -99,12 +111,14 @@ class ModelRunner:
         self.backend = get_backend(backend)
         self.model = CausalLM(spec, load_weights(model.model, spec, dtype, self.device))
         self.kv_caches = allocate_kv_cache(spec, cache.num_gpu_blocks, cache.block_size, dtype, self.device)
-        self.sampler = Sampler(model.seed, self.device)
+        self.sampler = Sampler(model.seed, self.device, model.logprobs_mode)
         self.states: dict[str, CachedRequestState] = {}
+        self.prompt_logprobs: dict[str, PromptLogprobs] = {}  # of requests that ask for them and read their prompt
         max_num_seqs = config.scheduler_config.max_num_seqs
         self.batch = InputBatch(max_num_seqs, model.max_model_len, cache.block_size, spec.vocab_size, self.device)
         self.last_batch: FlatBatch | None = None  # of the latest step that ran the model; pages look at it too
         self.last_logits: torch.Tensor | None = None  # [R, V] float32
+        self.last_hidden: torch.Tensor | None = None  # [T, hidden_size]
         self._waiting_for_sample = False
         self._scheduled_nothing = False
 
@@ -114,11 +128,13 @@ class ModelRunner:
         if self._waiting_for_sample:
             raise RuntimeError("execute_model() was called twice; sample_tokens() must come in between")
         update_states(self.states, self.batch, so, self.device)
+        update_prompt_logprobs(self.prompt_logprobs, so, self.model.spec.vocab_size)
         self._scheduled_nothing = not so.num_scheduled_tokens  # the order only brings the news that requests have ended
         if not self._scheduled_nothing:
             flat = flatten(self.batch, [so.num_scheduled_tokens[req_id] for req_id in self.batch.req_ids])
             hidden = self.model.forward(flat.input_ids, flat.positions, self.kv_caches, flat.meta, self.backend)
-            self.last_batch, self.last_logits = flat, self.model.compute_logits(hidden[flat.logits_indices])
+            self.last_batch, self.last_hidden = flat, hidden
+            self.last_logits = self.model.compute_logits(hidden[flat.logits_indices])
         self._waiting_for_sample = True
 
     @torch.inference_mode()
@@ -131,14 +147,35 @@ class ModelRunner:
             return ModelRunnerOutput([], [])
         flat, logits = self.last_batch, self.last_logits
         assert flat is not None and logits is not None
-        sampled: list[list[int]] = [[] for _ in flat.req_ids]
+        output = ModelRunnerOutput(flat.req_ids, [[] for _ in flat.req_ids])
+        if self.prompt_logprobs:
+            output.prompt_logprobs = self.ask_about_prompts(flat)
         if len(rows := np.flatnonzero(~flat.discard)):
-            if len(rows) < len(sampled):
+            if len(rows) < len(flat.req_ids):
                 logits = logits[torch.from_numpy(rows).to(self.device)]
-            meta = self.batch.sampling.metadata(rows, self.batch.num_tokens[rows])
-            token_ids = self.sampler.forward(logits, meta).cpu().numpy()
+            meta = self.batch.sampling.metadata(rows, self.batch.token_ids, self.batch.num_tokens)
+            made = self.sampler.forward(logits, meta)
+            token_ids = made.sampled_token_ids.cpu().numpy()
             self.batch.append_tokens(rows, token_ids)
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-                sampled[row] = [token_id]
+                output.sampled_token_ids[row] = [token_id]
                 self.states[flat.req_ids[row]].token_ids.append(token_id)
-        return ModelRunnerOutput(flat.req_ids, sampled)
+            if made.logprobs is not None:
+                wanted = self.batch.sampling.columns["num_logprobs"][rows].tolist()
+                output.logprobs = split_logprobs(made.logprobs, [flat.req_ids[row] for row in rows], wanted)
+        return output
+
+    def ask_about_prompts(self, flat: FlatBatch) -> dict[str, LogprobsLists]:
+        "Collects what this step says about the prompts that were asked for; returns those that are complete."
+        assert self.last_hidden is not None
+        complete, starts = {}, flat.meta.query_start_loc.tolist()
+        for req_id in self.prompt_logprobs.keys() & set(flat.req_ids):
+            row, asked = self.batch.req_id_to_index[req_id], self.prompt_logprobs[req_id]
+            computed, count = int(self.batch.num_computed_tokens[row]), flat.num_scheduled[row]
+            hidden, positions = self.last_hidden[starts[row] : starts[row + 1]], asked.positions(computed, count)
+            for i in range(0, len(positions), ROWS_AT_ONCE):
+                piece = hidden[i : min(i + ROWS_AT_ONCE, len(positions))]
+                asked.add(computed + i, self.model.compute_logits(piece))
+            if computed + count > len(asked.targets):
+                complete[req_id] = self.prompt_logprobs.pop(req_id).pack()
+        return complete

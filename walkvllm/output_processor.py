@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from .detokenizer import IncrementalDetokenizer
+from .logprobs_processor import Logprob, LogprobsProcessor
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from .parallel_sampling import ParentRequest, child_requests
 from .sampling_params import RequestOutputKind
 
 # %% auto #0
@@ -23,8 +25,8 @@ class CompletionOutput:
     index: int  # which of the request's answers
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None = None  # log probabilities are not built
-    logprobs: None = None
+    cumulative_logprob: float | None = None  # of the whole answer; None if nobody asked
+    logprobs: list[dict[int, Logprob]] | None = None  # a dict for each of the token ids (page 15b)
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while it is running
     stop_reason: int | str | None = None  # the stop string, or the stop token; None for the model's own end token
 
@@ -43,6 +45,21 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
+
+    def add(self, newer: RequestOutput, aggregate: bool) -> None:
+        "Makes one output of this and the next: deltas (`aggregate`) are joined, other outputs replaced by newer ones."
+        self.finished |= newer.finished
+        if newer.prompt_logprobs:
+            self.prompt_logprobs = newer.prompt_logprobs
+        mine = {o.index: o for o in self.outputs}
+        for new in newer.outputs:
+            old = mine.get(new.index)
+            if aggregate and old is not None:
+                new.text, new.token_ids = old.text + new.text, [*old.token_ids, *new.token_ids]
+                new.logprobs = None if new.logprobs is None else [*(old.logprobs or []), *new.logprobs]
+            mine[new.index] = new
+        self.outputs = list(mine.values())
 
 # %% ../nbs/15_output.ipynb #708c39e9
 @dataclass(slots=True)
@@ -52,6 +69,9 @@ class RequestState:
     request: EngineCoreRequest
     prompt: str | None
     detokenizer: IncrementalDetokenizer
+    logprobs: LogprobsProcessor
+    parent: ParentRequest | None = None  # the caller's request, if this is one of several answers to it
+    index: int = 0  # which of them
     num_cached_tokens: int = 0
 
     def make_request_output(
@@ -61,16 +81,26 @@ class RequestState:
         kind, finished = self.request.sampling_params.output_kind, finish_reason is not None
         if kind == RequestOutputKind.FINAL_ONLY and not finished:
             return None
-        delta = kind == RequestOutputKind.DELTA
+        delta, all_logprobs = kind == RequestOutputKind.DELTA, self.logprobs.logprobs
+        begin = len(self.detokenizer.token_ids) - len(new_token_ids) if delta else 0
         completion = CompletionOutput(
-            index=0,
+            index=self.index,
             text=self.detokenizer.get_next_output_text(finished, delta),
-            token_ids=list(new_token_ids if delta else self.detokenizer.token_ids),  # a copy: the caller may keep it
+            token_ids=self.detokenizer.token_ids[begin:],  # copies: the caller may keep them
+            cumulative_logprob=self.logprobs.cumulative_logprob,
+            logprobs=None if all_logprobs is None else all_logprobs[begin:],
             finish_reason=None if finish_reason is None else str(finish_reason),
             stop_reason=stop_reason if finished else None,
         )
-        ids = self.request.prompt_token_ids
-        return RequestOutput(self.request.request_id, self.prompt, ids, [completion], finished, self.num_cached_tokens)
+        outputs, name = [completion], self.request.request_id
+        if self.parent is not None:
+            outputs = self.parent.take(completion, kind == RequestOutputKind.FINAL_ONLY)
+            name, finished = self.parent.request.request_id, not self.parent.unfinished
+        prompt_logprobs, ids = self.logprobs.prompt_logprobs, self.request.prompt_token_ids
+        if delta and prompt_logprobs:
+            self.logprobs.prompt_logprobs = []  # handed out once
+        made = RequestOutput(name, self.prompt, ids, outputs, finished, self.num_cached_tokens, prompt_logprobs)
+        return made if outputs else None
 
 # %% ../nbs/15_output.ipynb #01dfe7b1
 class OutputProcessor:
@@ -78,7 +108,8 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer  # None: every answer is token ids only
-        self.request_states: dict[str, RequestState] = {}
+        self.request_states: dict[str, RequestState] = {}  # by the ids that the core knows
+        self.parents: dict[str, ParentRequest] = {}  # the caller's requests with n > 1
 
     def has_unfinished_requests(self) -> bool:
         "Whether a request waits for its answer. This is the caller's own book: the core is not asked."
@@ -88,16 +119,37 @@ class OutputProcessor:
         "How many requests wait for their answers."
         return len(self.request_states)
 
-    def add_request(self, request: EngineCoreRequest, prompt: str | None) -> None:
-        "Remembers a request, so that its outputs find their way. Comes before the core hears of it."
-        if request.request_id in self.request_states:
-            raise ValueError(f"request_id: {request.request_id!r} is already running")
-        detokenizer = IncrementalDetokenizer(self.tokenizer, request)
-        self.request_states[request.request_id] = RequestState(request, prompt, detokenizer)
+    def add_request(self, request: EngineCoreRequest, prompt: str | None) -> list[EngineCoreRequest]:
+        "Remembers a request, so that its outputs find their way; returns what the core is to be sent afterwards."
+        children = child_requests(request)
+        for name in (request.request_id, *(child.request_id for child in children)):
+            if name in self.request_states or name in self.parents:
+                raise ValueError(f"request_id: {name!r} is already running")
+        parent = ParentRequest(request, children) if len(children) > 1 else None
+        if parent is not None:
+            self.parents[request.request_id] = parent
+        for index, child in enumerate(children):
+            detokenizer = IncrementalDetokenizer(self.tokenizer, child)
+            logprobs = LogprobsProcessor(self.tokenizer, child.sampling_params)
+            self.request_states[child.request_id] = RequestState(child, prompt, detokenizer, logprobs, parent, index)
+        return children
+
+    def forget(self, request_id: str) -> bool:
+        "Drops one of the core's requests, and its parent with the last of the children. Says whether it was known."
+        state = self.request_states.pop(request_id, None)
+        if state is not None and state.parent is not None:
+            state.parent.unfinished.discard(state.index)
+            if not state.parent.unfinished:
+                self.parents.pop(state.parent.request.request_id, None)
+        return state is not None
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
-        "Forgets these requests and returns those that were known: the core must hear about them."
-        return [rid for rid in request_ids if self.request_states.pop(rid, None) is not None]
+        "Forgets these requests; returns the ids that the core knows them by: it must hear about them."
+        known = []
+        for request_id in request_ids:
+            parent = self.parents.get(request_id)
+            known += [name for name in (parent.child_ids if parent else [request_id]) if self.forget(name)]
+        return known
 
     def process_outputs(self, outputs: list[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
         "What to hand to the caller, and the ids that ended here while the core still runs them."
@@ -114,11 +166,12 @@ class OutputProcessor:
             stop_string = state.detokenizer.update(output.new_token_ids, finish_reason == FinishReason.STOP)
             if stop_string is not None:  # it also overrides "length"
                 finish_reason, stop_reason = FinishReason.STOP, stop_string
+            state.logprobs.update(output)
             made = state.make_request_output(output.new_token_ids, finish_reason, stop_reason)
             if made is not None:
                 request_outputs.append(made)
             if finish_reason is not None:
-                del self.request_states[output.request_id]
+                self.forget(output.request_id)
                 if output.finish_reason is None:
                     reqs_to_abort.append(output.request_id)
         return request_outputs, reqs_to_abort

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import enum
-import math
 from typing import Any
 
 import msgspec
 
+from .sampling_checks import check_params
+
 # %% auto #0
-__all__ = ['SAMPLING_EPS', 'MIN_TEMPERATURE', 'NOT_BUILT', 'INTS', 'BOOLS', 'RequestOutputKind', 'SamplingParams',
-           'refuse_what_is_not_built', 'is_int', 'check_types', 'check_ranges', 'check_stop_fields', 'add_end_tokens']
+__all__ = ['SAMPLING_EPS', 'MIN_TEMPERATURE', 'NOT_BUILT', 'RequestOutputKind', 'SamplingParams',
+           'refuse_what_is_not_built', 'add_end_tokens']
 
 # %% ../nbs/02_settings.ipynb #719286dc
 SAMPLING_EPS = 1e-5  # a temperature below this means greedy
@@ -31,11 +32,20 @@ class RequestOutputKind(enum.IntEnum):
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     "What one request asks for. Raises ValueError with the parameter's name, its value and what is allowed."
 
+    n: int = 1  # so many answers to the prompt
     # how a token is drawn
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # keep the likeliest tokens up to this sum; 1 keeps all
     top_k: int = 0  # keep this many of the likeliest; 0 or -1 keeps all
+    min_p: float = 0.0  # keep what is at least so many times as likely as the likeliest
     seed: int | None = None  # own random numbers, whoever the batch mates are
+    # what may be drawn
+    presence_penalty: float = 0.0  # taken off the logits of tokens that have been made
+    frequency_penalty: float = 0.0  # the same, as often as they have been made
+    repetition_penalty: float = 1.0  # divides the logits of tokens that have been made or stand in the prompt
+    logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
+    allowed_token_ids: list[int] | None = None  # no other token
+    bad_words: list[str] | None = None  # not these words
     # when to stop
     max_tokens: int | None = 16  # None: as many as the model's length allows
     min_tokens: int = 0  # before this many, no EOS and no stop
@@ -43,49 +53,48 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     # what the caller sees
+    logprobs: int | None = None  # of each token made, and of so many of the likeliest; -1 is all
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     # the prefix cache
-    skip_reading_prefix_cache: bool | None = None
-    # set by the input processor, from the model's configuration
+    skip_reading_prefix_cache: bool | None = None  # None: only with prompt_logprobs
+    # set by the input processor, from the model's configuration and its tokenizer
     eos_token_id: int | None = None
     all_stop_token_ids: list[int] = []  # every id that can end the request, for min_tokens
+    bad_words_token_ids: list[list[int]] | None = None
     # vLLM's, not built: only the value that asks for nothing
-    n: int = 1
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     structured_outputs: dict[str, Any] | None = None
-    spaces_between_special_tokens: bool = True
     thinking_token_budget: int | None = None
     repetition_detection: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
+    routed_experts_prompt_start: int = 0
+    skip_clone: bool = False
 
     def __post_init__(self) -> None:
         refuse_what_is_not_built(self)
-        check_types(self)
-        check_ranges(self)
-        if 0 < self.temperature < MIN_TEMPERATURE and not self.is_greedy:
-            self.temperature = MIN_TEMPERATURE
-        if self.seed == -1:
-            self.seed = None
-        if self.top_k == -1 or self.is_greedy:
-            self.top_k = 0
-        if self.is_greedy:
-            self.top_p = 1.0
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        check_stop_fields(self)
+        for name in ("logprobs", "prompt_logprobs"):  # vLLM's old spelling of 1
+            if getattr(self, name) is True:
+                setattr(self, name, 1)
+        check_params(self)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+        if self.seed == -1:
+            self.seed = None
+        if self.is_greedy:
+            self.top_k, self.top_p, self.min_p = 0, 1.0, 0.0
+        elif self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+        self.top_k = max(self.top_k, 0)
+        if self.prompt_logprobs is not None:
+            self.skip_reading_prefix_cache = True
 
     @property
     def is_greedy(self) -> bool:
@@ -107,10 +116,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 # %% ../nbs/02_settings.ipynb #a3920b30
 NOT_BUILT: dict[str, Any] = {
-    "n": 1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
-    "logprobs": None, "prompt_logprobs": None, "logprob_token_ids": None, "flat_logprobs": False, "logit_bias": None,
-    "allowed_token_ids": None, "bad_words": None, "structured_outputs": None, "spaces_between_special_tokens": True,
-    "thinking_token_budget": None, "repetition_detection": None, "extra_args": None,
+    "logprob_token_ids": None, "flat_logprobs": False, "structured_outputs": None, "thinking_token_budget": None,
+    "repetition_detection": None, "extra_args": None, "routed_experts_prompt_start": 0, "skip_clone": False,
 }  # fmt: skip
 
 
@@ -122,63 +129,10 @@ def refuse_what_is_not_built(p: SamplingParams) -> None:
             raise ValueError(f"{name}={value!r} is not supported; only {nothing!r} is")
 
 # %% ../nbs/02_settings.ipynb #2e1b7795
-INTS = {"top_k": -1, "min_tokens": 0, "max_tokens": 1}  # smallest value allowed
-BOOLS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
-
-
-def is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def check_types(p: SamplingParams) -> None:
-    "Raises ValueError for a value of the wrong type, NaN and infinities included."
-    for name in ("temperature", "top_p"):
-        value = getattr(p, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"{name}={value!r} must be a finite number")
-    for name in (*INTS, "seed"):
-        value = getattr(p, name)
-        if not is_int(value) and not (value is None and name in ("max_tokens", "seed")):
-            raise ValueError(f"{name}={value!r} must be an integer")
-    for name in BOOLS:
-        if not isinstance(value := getattr(p, name), bool):
-            raise ValueError(f"{name}={value!r} must be True or False")
-    if not isinstance(p.output_kind, RequestOutputKind):
-        raise ValueError(f"output_kind={p.output_kind!r} must be a RequestOutputKind")
-
-
-def check_ranges(p: SamplingParams) -> None:
-    "Raises ValueError for a number outside its range."
-    if p.temperature < 0:
-        raise ValueError(f"temperature={p.temperature} must be at least 0")
-    if not 0 < p.top_p <= 1:
-        raise ValueError(f"top_p={p.top_p} must be above 0 and at most 1")
-    for name, smallest in INTS.items():
-        value = getattr(p, name)
-        if value is not None and value < smallest:
-            raise ValueError(f"{name}={value} must be at least {smallest}")
-    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
-        raise ValueError(f"min_tokens={p.min_tokens} must be at most max_tokens={p.max_tokens}")
-    if p.seed is not None and not -(2**63) <= p.seed < 2**63:
-        raise ValueError(f"seed={p.seed} must fit 64 bits")
-
-# %% ../nbs/02_settings.ipynb #4c367bfb
-def check_stop_fields(p: SamplingParams) -> None:
-    "Raises ValueError unless `stop` is a list of non-empty strings and `stop_token_ids` a list of token ids."
-    strings = p.stop_strings
-    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
-        raise ValueError(f"stop={p.stop!r} must be a string or a list of strings, none of them empty")
-    if strings and not p.detokenize:
-        raise ValueError(f"stop={p.stop!r} needs detokenize=True: a stop string is found in the text")
-    ids = p.stop_token_ids or []
-    if not isinstance(ids, list) or not all(is_int(i) and i >= 0 for i in ids):
-        raise ValueError(f"stop_token_ids={p.stop_token_ids!r} must be a list of token ids, each at least 0")
-
-
 def add_end_tokens(p: SamplingParams, generation_config: dict[str, Any], eos_token_id: int | None) -> None:
     "Adds the model's end tokens to `p`: the first as `eos_token_id`, the others to `stop_token_ids`."
     listed = generation_config.get("eos_token_id")
-    others = set([listed] if is_int(listed) else listed or []) - {eos_token_id}
+    others = set([listed] if isinstance(listed, int) else listed or []) - {eos_token_id}
     ends = {*others, *(p.stop_token_ids or [])} | ({eos_token_id} if eos_token_id is not None else set())
     p.all_stop_token_ids = sorted(ends)  # with ignore_eos too: min_tokens holds all of them back
     if not p.ignore_eos:

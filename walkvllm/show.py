@@ -223,9 +223,10 @@ class Example:
         return EngineArgs(**self.engine | changes).create_engine_config()
 
     def llm(self, **changes: Any) -> LLM:
+        "The core is in this process, where a reader can look at it; multiprocess=True puts it into its own."
         from walkvllm.llm import LLM
 
-        return LLM(**self.engine | changes)
+        return LLM(**{"multiprocess": False} | self.engine | changes)
 
     def core(self, **changes: Any) -> EngineCore:
         from walkvllm.engine_core import EngineCore

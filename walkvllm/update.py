@@ -86,6 +86,8 @@ def update_from_output(scheduler: Scheduler, work: SchedulerOutput, sampled: Mod
                     FINISH_REASONS.get(request.status),
                     request.stop_reason,
                     max(request.num_cached_tokens, 0),
+                    sampled.logprobs.get(request_id),
+                    sampled.prompt_logprobs.get(request_id),
                 )
             )
     if ended:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from walkvllm.sampling_params import SamplingParams
 
 # %% auto #0
-__all__ = ['Walk', 'Said', 'Stop', 'walk', 'lines']
+__all__ = ['Walk', 'Said', 'Stop', 'add_texts', 'phases', 'walk', 'lines']
 
 # %% ../nbs/16_walk.ipynb #72bad494
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,18 @@ def _executed(core: EngineCore, step: int) -> Stop:
     return Stop("12", "executed", step, facts, {"flat_batch": flat, "logits": logits, "runner": runner})
 
 
-def _sampled(engine: LLMEngine, step: int, out: Any) -> Stop:
-    "The new token of each request that has one, as id and as text."
+def _sampled(step: int, out: Any) -> Stop:
+    "The new token of each request that has one. The core has ids only; the caller adds the texts."
     new = {r: ids for r, ids in zip(out.req_ids, out.sampled_token_ids, strict=True) if ids}
-    tokenizer = engine.output_processor.tokenizer
-    texts = {r: tokenizer.decode(ids, skip_special_tokens=False) for r, ids in new.items()} if tokenizer else {}
-    return Stop("13", "sampled", step, {"token_ids": new, "texts": texts}, {"model_runner_output": out})
+    return Stop("13", "sampled", step, {"token_ids": new, "texts": {}}, {"model_runner_output": out})
+
+
+def add_texts(stop: Stop, engine: LLMEngine) -> Stop:
+    "`stop`, with the text of each sampled token if it is one that has them."
+    if "texts" in stop.facts and (tokenizer := engine.output_processor.tokenizer) is not None:
+        for request_id, ids in stop.facts.get("token_ids", {}).items():
+            stop.facts["texts"][request_id] = tokenizer.decode(ids, skip_special_tokens=False)
+    return stop
 
 # %% ../nbs/16_walk.ipynb #5b4d218f
 def _updated(core: EngineCore, step: int, held: dict[str, list[int]], outputs: EngineCoreOutputs) -> Stop:
@@ -125,16 +131,15 @@ def _updated(core: EngineCore, step: int, held: dict[str, list[int]], outputs: E
     return Stop("14", "updated", step, facts, {"outputs": outputs, "scheduler": scheduler})
 
 
-def _step(engine: LLMEngine, step: int) -> Generator[Stop, None, EngineCoreOutputs]:
+def phases(core: EngineCore, step: int) -> Generator[Stop, None, EngineCoreOutputs]:
     "EngineCore.step, with a pause after each phase. Returns what the step returns."
-    core = engine.engine_core.engine_core
     manager = core.scheduler.kv_cache_manager
     so = core.scheduler.schedule()
     yield _scheduled(core, step, so)
     core.model_runner.execute_model(so)
     yield _executed(core, step)
     out = core.model_runner.sample_tokens()
-    yield _sampled(engine, step, out)
+    yield _sampled(step, out)
     held = {r: manager.get_block_ids(r) for r in so.num_scheduled_tokens}
     outputs = core.scheduler.update_from_output(so, out)
     yield _updated(core, step, held, outputs)
@@ -175,36 +180,47 @@ def walk(
         raise ValueError("walk: async_scheduling=True lets two steps overlap; a walk shows one step at a time")
     if engine.has_unfinished_requests():
         raise ValueError("walk: llm still has unfinished requests; a walk needs the engine for itself")
+    if not hasattr(engine.engine_core, "engine_core"):  # it is in another process
+        return _recorded(llm, names, prompts, params)
     return _walk(engine, names, prompts, params)
+
+
+def _recorded(llm: LLM, names: list[str], prompts: list[Any], params: list[SamplingParams]) -> Walk:
+    "A walk that is recorded first and shown afterwards: page 16c."
+    from walkvllm.recording import record
+
+    yield from record(llm, prompts, params, names)
 
 
 def _walk(engine: LLMEngine, names: list[str], prompts: list[Any], params: list[SamplingParams]) -> Walk:
     "The generator behind walk(), which has checked the arguments."
-    phases: Generator[Stop, None, EngineCoreOutputs] | None = None
+    pauses: Generator[Stop, None, EngineCoreOutputs] | None = None
     step = 0
     try:
         for name, prompt, p in zip(names, prompts, params, strict=True):
             yield from _enter(engine, name, prompt, p)
         while engine.has_unfinished_requests():
             step += 1
-            phases = _step(engine, step)
-            outputs = yield from _kept_open(phases)
+            pauses = phases(engine.engine_core.engine_core, step)
+            outputs = yield from _kept_open(pauses, engine)
             yield from _leave(engine, step, outputs)
         yield _home(engine.engine_core.engine_core, step)
     finally:
-        for _ in phases or ():  # leaving early: finish the step
+        for _ in pauses or ():  # leaving early: finish the step
             pass
         engine.abort_request(names)
 
 # %% ../nbs/16_walk.ipynb #3085d04d
-def _kept_open(phases: Generator[Stop, None, EngineCoreOutputs]) -> Generator[Stop, None, EngineCoreOutputs]:
-    "Passes the stops of `phases` on and returns its result, but does not close it when it is closed itself."
+def _kept_open(
+    pauses: Generator[Stop, None, EngineCoreOutputs], engine: LLMEngine
+) -> Generator[Stop, None, EngineCoreOutputs]:
+    "Passes the stops of a step on and returns its result, but does not close it when it is closed itself."
     while True:
         try:
-            stop = next(phases)
+            stop = next(pauses)
         except StopIteration as end:
             return end.value
-        yield stop
+        yield add_texts(stop, engine)
 
 
 def _home(core: EngineCore, step: int) -> Stop:
@@ -306,6 +322,6 @@ _SAY: dict[str, Callable[[dict[str, Any]], Said]] = {
 def lines(stop: Stop, width: int = 100) -> list[str]:
     "A stop as lines of at most `width` characters: page, its name, what happened."
     wrapped: list[str] = []
-    for page, text in _SAY[stop.name](stop.facts):
+    for page, text in _SAY[stop.name](stop.facts) if stop.name in _SAY else ():
         wrapped += textwrap.wrap(text, width, initial_indent=f"  {page:<16}", subsequent_indent=" " * 18)
     return wrapped

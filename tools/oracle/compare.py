@@ -1,7 +1,7 @@
 """Our scheduler beside vLLM 0.22.0's own, on random workloads: the decisions of every step must be equal.
 
     make oracle [N=200] [SEED=...]
-    PYTHONPATH=tools .oracle/bin/python -m oracle.compare [--count N] [--seed SEED] [--kind KIND] [--file WORKLOADS.json]
+    PYTHONPATH=tools .oracle/bin/python -m oracle.compare [--count N] [--seed SEED] [--kind KIND] [--file JSON]
 
 For a workload with a difference it prints the first line that differs, with both sides, takes away requests as long as
 the difference stays, and saves both forms as JSON in .oracle/differences. The exit code is then 1.
@@ -47,7 +47,8 @@ def both_sides(workload: Line) -> tuple[list[Line], list[Line]]:
 
 def first_difference(theirs: list[Line], ours: list[Line]) -> tuple[Line, Line] | None:
     "The first pair of lines that differ; {} stands for no line. An error on both sides is no difference."
-    for a, b in zip_longest(theirs, ours, fillvalue={}):
+    nothing: Line = {}
+    for a, b in zip_longest(theirs, ours, fillvalue=nothing):
         if a != b:
             return None if "error" in a and "error" in b else (a, b)
     return None

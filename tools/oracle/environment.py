@@ -94,7 +94,8 @@ def run(what: str, command: list[str], may_fail: bool = False) -> bool:
     result = "done" if job.returncode == 0 else "not to be had" if may_fail else "FAILED"
     print(f"  {what} ... {time.time() - start:.0f} s, {result}")
     if job.returncode and not may_fail:
-        stop("    " + "\n    ".join(read(LOG).splitlines()[-15:]) + f"\n\nAll of it is in {LOG}. The same command goes on.")
+        last = "\n    ".join(read(LOG).splitlines()[-15:])
+        stop(f"    {last}\n\nAll of it is in {LOG}. The same command goes on from here.")
     return job.returncode == 0
 
 

@@ -235,9 +235,9 @@ class VllmTrace:
             line["arrived"].append(spec["id"])
         due = [spec["id"] for spec in self.specs if spec.get("abort_step") == step]
         line["aborted"] = [request_id for request_id in due if request_id in self.scheduler.requests]
-        if line["aborted"]:
-            self.scheduler.finish_requests(line["aborted"], RequestStatus.FINISHED_ABORTED)
-            self.reasons |= dict.fromkeys(line["aborted"], "abort")
+        for request_id in line["aborted"]:  # one by one: given many, vLLM ends them in the order of a set of strings
+            self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+            self.reasons[request_id] = "abort"
         return line
 
     def one_step(self, step: int) -> tuple[Line, bool]:

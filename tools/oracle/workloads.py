@@ -14,10 +14,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+Config = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Kind:
-    "From what a workload is drawn. A pair is a range with both ends, a longer tuple a choice, a single number a probability."
+    "From what a workload is drawn: ranges with both ends, lists to choose from, probabilities."
 
     block_size: tuple[int, ...] = (1, 2, 3, 4, 8, 16)
     longest: tuple[int, ...] = (24, 48, 96)  # max_model_len
@@ -77,7 +79,7 @@ KINDS = {
 LONGEST_RUN = 400  # steps: a request that outgrows the pool can throw itself out and come back for ever
 
 
-def make_config(rng: random.Random, kind: Kind) -> dict[str, Any]:
+def make_config(rng: random.Random, kind: Kind) -> Config:
     "The settings of a workload."
     block, longest, vocab = rng.choice(kind.block_size), rng.choice(kind.longest), rng.choice(kind.vocab)
     usable = max(1, round(-(-longest // block) * rng.uniform(*kind.pool)))
@@ -98,7 +100,7 @@ def make_config(rng: random.Random, kind: Kind) -> dict[str, Any]:
     }
 
 
-def make_prompt(rng: random.Random, kind: Kind, config: dict[str, Any], stems: list[list[int]]) -> list[int]:
+def make_prompt(rng: random.Random, kind: Kind, config: Config, stems: list[list[int]]) -> list[int]:
     "Token ids, from 1 to `max_model_len` - 1 of them; the start may be a part of one of the `stems`."
     block, limit = config["block_size"], config["max_model_len"] - 1
     length = round(config["max_model_len"] * rng.uniform(*kind.prompt))
@@ -111,7 +113,7 @@ def make_prompt(rng: random.Random, kind: Kind, config: dict[str, Any], stems: l
     return rng.choice(stems)[:shared] + [rng.randrange(config["vocab_size"]) for _ in range(length - shared)]
 
 
-def make_request(rng: random.Random, kind: Kind, config: dict[str, Any], prompt: list[int], step: int) -> dict[str, Any]:
+def make_request(rng: random.Random, kind: Kind, config: Config, prompt: list[int], step: int) -> dict[str, Any]:
     "What one request asks for, without its name."
     left = config["max_model_len"] - len(prompt)
     max_tokens = max(1, round(left * rng.uniform(*kind.answer)))
@@ -127,7 +129,7 @@ def make_request(rng: random.Random, kind: Kind, config: dict[str, Any], prompt:
     if rng.random() < kind.stop_ids:
         request["stop_token_ids"] = [rng.randrange(config["vocab_size"]) for _ in range(rng.randint(1, 3))]
     if rng.random() < kind.min_tokens:
-        request["min_tokens"] = rng.randint(0, max_tokens)
+        request["min_tokens"] = rng.randint(0, min(max_tokens, left))  # with more than `left` nothing can end it
     if rng.random() < kind.ignore_eos:
         request["ignore_eos"] = True
     if rng.random() < kind.same_tokens:
