@@ -157,8 +157,8 @@ def compare_logprobs(ours: Any, theirs: Any) -> None:
         assert (mine is None) == (want is None)
         for (token, entry), (wanted, value, rank) in zip((mine or {}).items(), want or [], strict=True):
             assert token == wanted and close(entry.logprob, value)
-            # far down, one token in a thousand is so close to its neighbour that rounding decides
-            assert abs(entry.rank - rank) <= rank // 1000
+            # among hundreds of likelier tokens, one can be so close that rounding decides
+            assert abs(entry.rank - rank) <= rank // 500
 
 
 def compare_text(ours: RequestOutput, theirs: dict[str, Any], skip_special_tokens: bool) -> None:
