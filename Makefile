@@ -19,6 +19,8 @@ help:
 	@echo "make text       the pages as plain Python in nbs_py/, to edit    (PAGES=\"06 07\" for some)"
 	@echo "make build      the edited text back into pages, modules, outputs (PAGES=\"06 07\" for some)"
 	@echo "make check      say where pages, modules and outputs disagree     (PAGES=\"06 07\" for some)"
+	@echo "make oracle     our scheduler's decisions beside those of the real vLLM 0.22.0   (N=200 SEED=...)"
+	@echo "make bench-schedule  what a step of the scheduler costs, beside vLLM 0.22.0"
 	@echo "make clean      remove .venv and what was built"
 
 walk: setup-run
@@ -47,3 +49,17 @@ setup-run setup-test setup-real setup-lab:
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# With the real vLLM 0.22.0, as far as its scheduler needs it: in .oracle, an environment of its own (1.3 GB).
+N ?= 200
+SEED ?=
+.PHONY: oracle bench-schedule setup-oracle
+oracle: setup-oracle
+	@PYTHONPATH=tools .oracle/bin/python -m oracle.compare --count $(N) $(if $(SEED),--seed $(SEED))
+
+bench-schedule: setup-oracle
+	@PYTHONPATH=tools .oracle/bin/python -m oracle.cost --write
+
+setup-oracle:
+	@if [ -z "$(PYTHON)" ]; then echo "There is no python3 on PATH. vLLM 0.22.0 needs Python 3.11 to 3.13."; exit 1; fi
+	@$(PYTHON) tools/oracle/environment.py

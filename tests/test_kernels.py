@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def build(shape: Shape, seed: int = 0, device: str = "cpu") -> Case:
     return replace(case, kv_cache=case.kv_cache.clone(), meta=replace(case.meta))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _build(shape: Shape, seed: int, device: str) -> Case:
     gen, rnd = torch.Generator().manual_seed(seed), random.Random(seed)
     table, num_blocks = block_tables(shape, rnd)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import walkvllm
 from walkvllm import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
@@ -224,6 +225,7 @@ def test_end_tokens_of_the_model(tmp_path: Path) -> None:
         assert ids(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == answers()[:1]  # ignore_eos
         held = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=6)
         assert second not in ids(llm.generate(PROMPTS[0], held, use_tqdm=False))[0]
+        assert llm.llm_engine.input_processor.generation_config["eos_token_id"] == [second]
         llm.check_blocks()
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": EMBEDDED_TEXT[second]}}))
     with LLM(str(path), **SMALL) as llm:  # the tokenizer's own end token gives no stop_reason
@@ -248,7 +250,7 @@ def test_stop_string_ends_the_request_in_the_core(llm: LLM) -> None:
             assert (answer.text, answer.finish_reason, answer.stop_reason) == (text[:cut], "stop", stop)
             assert answer.token_ids == whole.outputs[0].token_ids[: len(answer.token_ids)]
             assert len(answer.token_ids) < 30
-            llm.check_blocks()
+            nothing_left(llm)  # in the core neither
 
 
 def test_without_tokenizer() -> None:
@@ -475,6 +477,45 @@ def test_ctrl_c_at_any_time(llm: LLM) -> None:
     works(llm)
 
 
+def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core: Any = llm.llm_engine.engine_core.engine_core
+    forward, update, told = core.model_runner.model.forward, core.scheduler.update_from_output, []
+
+    def interrupted(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        told.append("forward")
+        return forward(*args)
+
+    monkeypatch.setattr(core.model_runner.model, "forward", interrupted)
+    monkeypatch.setattr(core.scheduler, "update_from_output", lambda *args: told.append("update") or update(*args))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert told == ["forward", "update"]
+    nothing_left(llm)
+    monkeypatch.undo()
+
+
+def test_a_message_that_cannot_be_sent(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output side has the request already when the core refuses it."""
+    send = llm.llm_engine.engine_core.add_request
+    sent: list[str] = []
+
+    def refusing(request: Any) -> None:
+        if len(sent) == 2:
+            raise ValueError("no room")
+        sent.append(request.request_id)
+        send(request)
+
+    monkeypatch.setattr(llm.llm_engine.engine_core, "add_request", refusing)
+    with pytest.raises(ValueError, match="no room"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    nothing_left(llm)
+    with pytest.raises(ValueError, match="no room"):
+        llm.llm_engine.add_request("mine", FINE, GREEDY)
+    nothing_left(llm)
+    monkeypatch.undo()
+
+
 def test_requests_of_others_are_not_swallowed(llm: LLM) -> None:
     llm.llm_engine.add_request("0", FINE, GREEDY)
     with pytest.raises(RuntimeError, match="1 unfinished"):
@@ -504,6 +545,24 @@ def test_token_ids_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -
         assert ours.encode(text) == theirs.encode(text), text
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+
+
+def test_a_begin_token_stands_there_once(tmp_path: Path) -> None:
+    """The tokenizer puts it before a text; a chat template has written it itself."""
+    path = directory(tmp_path)
+    wanting = Tokenizer.from_file(str(path / "tokenizer.json"))
+    plain = wanting.encode("Once a fox").ids
+    wanting.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    (path / "tokenizer.json").unlink()
+    wanting.save(str(path / "tokenizer.json"))
+    with LLM(path, **SMALL) as llm:
+        assert llm.generate("Once a fox", GREEDY, use_tqdm=False)[0].prompt_token_ids == [0, *plain]
+        messages = [{"role": "user", "content": "hi"}]
+        (output,) = llm.chat(messages, GREEDY, chat_template="<|endoftext|>{{ messages[0].content }}", use_tqdm=False)
+        assert output.prompt_token_ids == [0, *wanting.encode("hi", add_special_tokens=False).ids]
+        asked = llm.get_tokenizer().apply_chat_template(messages, tokenize=True)
+        assert asked == wanting.encode(llm.get_tokenizer().apply_chat_template(messages), add_special_tokens=False).ids
+        llm.check_blocks()
 
 
 TEMPLATE = """{{ bos_token }}{%- for message in messages %}

@@ -51,7 +51,7 @@ def main() -> None:
         out = Path(tmp, "out")
         convert(unpack(Path(tmp)), out)
         shutil.move(out, TARGET)  # last, so that a half-made model never counts
-    print(f"  wrote {TARGET.relative_to(Path.cwd())} ({time.monotonic() - start:.0f} s)")
+    print(f"  wrote {TARGET} ({time.monotonic() - start:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -37,8 +37,9 @@ from cells import ROOT
 _ini = configparser.ConfigParser()
 _ini.read(ROOT / "settings.ini", encoding="utf-8")
 NBS = ROOT / "nbs"
-TEXT = ROOT / _ini["DEFAULT"]["text_path"]
-KERNELS = _ini["DEFAULT"]["kernels_path"]
+SETTINGS = _ini["DEFAULT"]
+TEXT = ROOT / SETTINGS["text_path"]
+KERNELS = SETTINGS["kernels_path"]
 LIB = "walkvllm"
 FLAGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["nbdev"]["tst_flags"].split()
 NB_METADATA = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}

@@ -10,18 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from walkvllm.async_llm import AsyncLLM
     from walkvllm.config import EngineArgs
     from walkvllm.llm import LLM, LLMEngine
+    from walkvllm.mp_client import EngineDeadError
     from walkvllm.output_processor import CompletionOutput, RequestOutput
     from walkvllm.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineArgs", "LLMEngine", "RequestOutput",
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "LLMEngine", "RequestOutput",
            "RequestOutputKind", "SamplingParams"]
 
 _HOME = {
     "LLM": "llm",
     "LLMEngine": "llm",
+    "AsyncLLM": "async_llm",
+    "EngineDeadError": "mp_client",
     "EngineArgs": "config",
     "SamplingParams": "sampling_params",
     "RequestOutputKind": "sampling_params",

@@ -14,23 +14,15 @@ import msgspec
 
 from .config import EngineArgs, VllmConfig
 from .input_processor import InputProcessor, parse_prompt
-from .messages import FinishReason, SchedulerStats
+from .messages import SchedulerStats
 from .mp_client import AsyncMPClient, EngineDeadError
 from .output_processor import CompletionOutput, OutputProcessor, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams
 
 # %% auto #0
-__all__ = ['merged', 'RequestOutputCollector', 'AsyncLLM', 'handle_outputs', 'give_up']
+__all__ = ['RequestOutputCollector', 'AsyncLLM', 'handle_outputs', 'give_up']
 
 # %% ../nbs/01b_async.ipynb #ab235fdf
-def merged(older: RequestOutput, newer: RequestOutput, delta: bool) -> RequestOutput:
-    "One output in place of two: deltas are joined, and of cumulative outputs the newer one is left."
-    if delta:
-        before, after = older.outputs[0], newer.outputs[0]
-        after.text, after.token_ids = before.text + after.text, before.token_ids + after.token_ids
-    return newer
-
-
 class RequestOutputCollector:
     "What waits for one caller: at most one output, or an error."
 
@@ -40,10 +32,10 @@ class RequestOutputCollector:
 
     def put(self, output: RequestOutput | Exception) -> None:
         "Leaves an output for the caller. Never waits."
-        waiting = self.output
-        if isinstance(output, RequestOutput) and isinstance(waiting, RequestOutput):
-            output = merged(waiting, output, self.delta)
-        self.output = output
+        if isinstance(output, RequestOutput) and isinstance(self.output, RequestOutput):
+            self.output.add(output, aggregate=self.delta)  # two become one (page 15)
+        else:
+            self.output = output
         self.ready.set()
 
     async def get(self) -> RequestOutput:
@@ -95,29 +87,33 @@ class AsyncLLM:
         "Queues one prompt. A refused prompt leaves no trace."
         self.ensure_handler()
         request = self.input_processor.process_inputs(request_id, prompt, params, priority=priority)
-        self.output_processor.add_request(request, parse_prompt(prompt).text)
+        messages, sent = self.output_processor.add_request(request, parse_prompt(prompt).text), []
         try:
-            self.engine_core.add_request(request)
+            for message in messages:  # several if n > 1 (page 15b)
+                self.engine_core.add_request(message)
+                sent.append(message.request_id)
         except Exception:
             self.output_processor.abort_requests([request_id])
+            self.engine_core.abort_requests(sent)
             raise
         self.collectors[request_id] = RequestOutputCollector(params.output_kind == RequestOutputKind.DELTA)
         return self.collectors[request_id]
 
     def forget(self, request_ids: Iterable[str]) -> None:
         "Ends requests on both sides of the boundary."
-        known = self.output_processor.abort_requests(request_ids)
-        for request_id in known:
+        request_ids = list(request_ids)
+        for request_id in request_ids:
             self.collectors.pop(request_id, None)
-        self.engine_core.abort_requests(known)
+        self.engine_core.abort_requests(self.output_processor.abort_requests(request_ids))
 
     async def abort(self, request_id: str) -> None:
         "Ends a request. Its caller gets a last output with the finish reason abort. Unknown ids are ignored."
-        state, collector = self.output_processor.request_states.get(request_id), self.collectors.get(request_id)
-        if state is not None and collector is not None:
-            last = state.make_request_output([], FinishReason.ABORT, None)
+        collector = self.collectors.get(request_id)
+        if collector is not None:
+            last = self.output_processor.aborted_outputs(request_id)
             self.forget([request_id])
-            collector.put(last or EngineDeadError("aborted"))
+            for output in last:
+                collector.put(output)
 
     def ensure_handler(self) -> None:
         "Sees to it that somebody receives what the core sends. Raises if the engine is dead or closed."
@@ -178,7 +174,7 @@ async def handle_outputs(
                 take = collectors.pop if output.finished else collectors.__getitem__
                 take(output.request_id).put(output)
     except Exception as error:
-        unfinished = list(collectors)
+        unfinished = list(output_processor.request_states)
         give_up(collectors, output_processor, error)
         engine_core.abort_requests(unfinished)
 

@@ -238,16 +238,20 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The answers to one prompt or a list of them, in the order of the prompts.
 
         prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of those.
         sampling_params: one for all, or a list with one for each; None: the model's own defaults.
         use_tqdm: whether to show progress, or what to show it with.
+        tokenization_kwargs: truncate_prompt_tokens, truncation_side, add_special_tokens (page 03).
         """
+        name: str | None = "prompts"
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(as_list(prompts)), None), int):
-            return run(self.llm_engine, self._prepare(None, [prompts], sampling_params, priority), use_tqdm)
-        return run(self.llm_engine, self._prepare("prompts", prompts, sampling_params, priority), use_tqdm)
+            name, prompts = None, [prompts]
+        prepared = self._prepare(name, prompts, sampling_params, priority, tokenization_kwargs)
+        return run(self.llm_engine, prepared, use_tqdm)
 
     def chat(
         self,
@@ -259,18 +263,21 @@ class LLM:
         chat_template: str | None = None,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         "Like generate(), on a conversation (a list of messages) or a list of conversations."
         single = isinstance(next(iter(as_list(messages)), None), dict)
         tokenizer, name, prompts = self.get_tokenizer(), None if single else "conversations", []
+        # The template has written the special tokens: unless it is told to, the tokenizer does not add its own.
+        special = (tokenization_kwargs or {}).get("add_special_tokens", False)
         for i, conversation in enumerate([messages] if single else messages):
             with naming(name, i):
                 text = tokenizer.apply_chat_template(
                     conversation, add_generation_prompt, chat_template, tools=tools, **(chat_template_kwargs or {})
                 )
-                # The template has written the special tokens: the tokenizer must not add its own.
-                prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
-        return run(self.llm_engine, self._prepare(name, prompts, sampling_params, None), use_tqdm)
+                prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=special)})
+        prepared = self._prepare(name, prompts, sampling_params, None, tokenization_kwargs)
+        return run(self.llm_engine, prepared, use_tqdm)
 
     def _prepare(
         self,
@@ -278,6 +285,7 @@ class LLM:
         prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        tokenization_kwargs: dict[str, Any] | None,
     ) -> Prepared:
         "Checks everything before anything is queued. Errors name the prompt's index."
         self.llm_engine.check_open()
@@ -291,7 +299,9 @@ class LLM:
         for i, (prompt, one, rank) in enumerate(zip(prompts, all_params, ranks, strict=True)):
             with naming(name, i):
                 request_id = str(next(self.request_counter))
-                request = self.llm_engine.input_processor.process_inputs(request_id, prompt, one, priority=rank)
+                request = self.llm_engine.input_processor.process_inputs(
+                    request_id, prompt, one, priority=rank, tokenization_kwargs=tokenization_kwargs
+                )
             request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY  # on our copy, not on the caller's
             prepared.append((request, parse_prompt(prompt).text))
         return prepared
@@ -361,7 +371,7 @@ def run(engine: LLMEngine, prepared: Prepared, use_tqdm: bool | Callable[..., An
     if n := engine.get_num_unfinished_requests():
         raise RuntimeError(f"the engine has {n} unfinished requests from elsewhere; finish or abort them first")
     answers: dict[str, RequestOutput] = {}
-    progress = Progress(len(prepared), use_tqdm)
+    progress = Progress(sum(request.sampling_params.n for request, _ in prepared), use_tqdm)
     try:
         for request, prompt in prepared:
             engine.submit(request, prompt)
@@ -376,7 +386,7 @@ def run(engine: LLMEngine, prepared: Prepared, use_tqdm: bool | Callable[..., An
 
 
 class Progress:
-    "The progress bar of one generate(): answered prompts, and tokens a second."
+    "The progress bar of one generate(): answers, and tokens a second."
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
         make = use_tqdm if callable(use_tqdm) else tqdm
@@ -384,14 +394,14 @@ class Progress:
         self.tokens_in = self.tokens_out = 0
 
     def update(self, output: RequestOutput) -> None:
-        "Counts one answered prompt."
+        "Counts the answers to one prompt."
         if self.bar is None:
             return
-        self.tokens_in += len(output.prompt_token_ids)
-        self.tokens_out += len(output.outputs[0].token_ids)
+        self.tokens_in += len(output.prompt_token_ids) * len(output.outputs)
+        self.tokens_out += sum(len(answer.token_ids) for answer in output.outputs)
         speeds = [n / (self.bar.format_dict["elapsed"] or 1e-9) for n in (self.tokens_in, self.tokens_out)]
         self.bar.postfix = "est. speed input: {:.2f} toks/s, output: {:.2f} toks/s".format(*speeds)
-        self.bar.update(1)
+        self.bar.update(len(output.outputs))
 
     def close(self) -> None:
         "Leaves the bar as it is."

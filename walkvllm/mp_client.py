@@ -263,6 +263,7 @@ class MPClient:
             problem = last_word(self.child.output_socket.recv_multipart())
         what = f"{problem.type}: {problem.text}\n\n{problem.traceback}".rstrip() if problem else self.child.cause()
         self.cause = f"the engine core is dead: {what}"
+        self.pending.clear()
         self.close_child()
         return EngineDeadError(self.cause)
 
@@ -277,8 +278,8 @@ class MPClient:
         while True:
             if self.cause or self.child.closed:
                 self.check_alive()
-            if socket not in dict(self.child.poller.poll()) and not socket.poll(LAST_WORDS_MS):
-                raise self.died()
+            if socket not in dict(self.child.poller.poll()):
+                raise self.died()  # only the pipe has something to say
             try:
                 kind, record = unpack(socket.recv_multipart(), FROM_CORE)
             except BadFrame as error:

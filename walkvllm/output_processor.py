@@ -151,6 +151,13 @@ class OutputProcessor:
             known += [name for name in (parent.child_ids if parent else [request_id]) if self.forget(name)]
         return known
 
+    def aborted_outputs(self, request_id: str) -> list[RequestOutput]:
+        "What the caller of a request is to be told if somebody else has ended it. It is not forgotten here."
+        parent = self.parents.get(request_id)
+        states = [self.request_states.get(name) for name in (parent.child_ids if parent else [request_id])]
+        made = [state.make_request_output([], FinishReason.ABORT, None) for state in states if state is not None]
+        return [output for output in made if output is not None]
+
     def process_outputs(self, outputs: list[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
         "What to hand to the caller, and the ids that ended here while the core still runs them."
         request_outputs: list[RequestOutput] = []

@@ -17,8 +17,8 @@ from .sampling_params import SamplingParams
 from .scheduler import AsyncScheduler, Scheduler
 
 # %% auto #0
-__all__ = ['DEFAULTS', 'NOT_COVERED', 'next_token', 'ScheduleTrace', 'check_config', 'describe', 'arrivals_and_aborts',
-           'one_step', 'run_steps', 'trace_schedule']
+__all__ = ['DEFAULTS', 'NOT_COVERED', 'REQUEST_KEYS', 'OPTIONAL_KEYS', 'next_token', 'ScheduleTrace', 'check_config',
+           'check_requests', 'describe', 'arrivals_and_aborts', 'one_step', 'run_steps', 'trace_schedule']
 
 # %% ../nbs/07b_same_decisions.ipynb #3fe253e8
 DEFAULTS: dict[str, Any] = {
@@ -43,7 +43,7 @@ class ScheduleTrace:
     def __init__(self, workload: dict[str, Any], free_queue: bool, tables: bool, hashes: bool) -> None:
         self.config = check_config(workload.get("config", {}))
         self.show = {"free_queue": free_queue, "tables": tables, "hashes": hashes}
-        self.specs, self.max_steps = workload["requests"], workload.get("max_steps", 10000)
+        self.specs, self.max_steps = check_requests(workload, self.config), workload.get("max_steps", 10000)
         cfg = self.config
         scheduler_class = AsyncScheduler if cfg["async_scheduling"] else Scheduler
         self.scheduler = scheduler_class(
@@ -137,17 +137,47 @@ class ScheduleTrace:
 
 # %% ../nbs/07b_same_decisions.ipynb #b6843911
 def check_config(config: dict[str, Any]) -> dict[str, Any]:
-    "`config` with the defaults filled in. Raises ValueError for an unknown key, or for what is not covered."
-    unknown = sorted(set(config) - set(DEFAULTS))
-    if unknown:
+    "`config` with the defaults filled in. Raises ValueError for an unknown key, a wrong value, or what is not covered."
+    if unknown := sorted(set(config) - set(DEFAULTS)):
         raise ValueError(f"unknown configuration keys {unknown}; known are {sorted(DEFAULTS)}")
     full = {**DEFAULTS, **config}
     for name, off in NOT_COVERED.items():
         if full[name] != off:
             raise ValueError(f"{name}={full[name]!r} is not supported; only {off!r} is")
+    if full["policy"] not in ("fcfs", "priority"):
+        raise ValueError(f"policy={full['policy']!r} must be fcfs or priority")
+    for name, default in DEFAULTS.items():
+        value, kind = full[name], type(default)
+        if kind in (bool, int) and type(value) is not kind:
+            raise ValueError(f"{name}={value!r} must be {'true or false' if kind is bool else 'an integer'}")
+        if kind is int and value < (smallest := min(default, 1)):
+            raise ValueError(f"{name}={value} must be at least {smallest}")
     return full
 
 
+REQUEST_KEYS = {"id", "prompt_token_ids", "max_tokens"}
+OPTIONAL_KEYS = {
+    "arrival_step", "abort_step", "arrival_time", "priority", "min_tokens", "ignore_eos", "stop_token_ids",
+    "cache_salt", "token_key", "skip_reading_prefix_cache",
+}  # fmt: skip
+
+
+def check_requests(workload: dict[str, Any], config: dict[str, Any]) -> list[dict[str, Any]]:
+    "The requests of a workload. Raises ValueError for a key missing or unknown, an id given twice, a prompt too long."
+    requests, seen, limit = workload.get("requests"), set[str](), config["max_model_len"] - 1
+    if not isinstance(requests, list):
+        raise ValueError("a workload needs 'requests': a list")
+    for i, r in enumerate(requests):
+        if wrong := sorted(REQUEST_KEYS - set(r) or set(r) - REQUEST_KEYS - OPTIONAL_KEYS):
+            raise ValueError(f"requests[{i}]: keys missing or unknown: {wrong}")
+        if r["id"] in seen:
+            raise ValueError(f"requests[{i}]: id={r['id']!r} is already in use")
+        seen.add(r["id"])
+        if not 1 <= len(r["prompt_token_ids"]) <= limit:
+            raise ValueError(f"requests[{i}]: {len(r['prompt_token_ids'])} prompt tokens; there must be 1 to {limit}")
+    return requests
+
+# %% ../nbs/07b_same_decisions.ipynb #751be2c8
 def describe(work: SchedulerOutput) -> dict[str, Any]:
     "A work order, as one line of the trace."
     cached = work.scheduled_cached_reqs

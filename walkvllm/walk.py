@@ -84,10 +84,10 @@ def _scheduled(core: EngineCore, step: int, so: Any) -> Stop:
     return Stop("07", "scheduled", step, facts, {"scheduler_output": so, "scheduler": scheduler})
 
 # %% ../nbs/16_walk.ipynb #6189762e
-def _executed(core: EngineCore, step: int) -> Stop:
-    "The flat row that the model ran on, cut at the requests' bounds again."
-    runner = core.model_runner
-    flat, logits, facts = runner.last_batch, runner.last_logits, dict[str, Any]()
+def _executed(core: EngineCore, step: int, so: Any) -> Stop:
+    "The flat row that the model ran on, cut at the requests' bounds again. Nothing if nobody was scheduled."
+    runner, facts = core.model_runner, dict[str, Any]()
+    flat, logits = (runner.last_batch, runner.last_logits) if so.num_scheduled_tokens else (None, None)
     if flat is not None and logits is not None:
         starts = [int(i) for i in flat.meta.query_start_loc]
         parts = {r: slice(a, b) for r, a, b in zip(flat.req_ids, starts, starts[1:], strict=False)}
@@ -137,7 +137,7 @@ def phases(core: EngineCore, step: int) -> Generator[Stop, None, EngineCoreOutpu
     so = core.scheduler.schedule()
     yield _scheduled(core, step, so)
     core.model_runner.execute_model(so)
-    yield _executed(core, step)
+    yield _executed(core, step, so)
     out = core.model_runner.sample_tokens()
     yield _sampled(step, out)
     held = {r: manager.get_block_ids(r) for r in so.num_scheduled_tokens}

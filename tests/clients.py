@@ -1,0 +1,82 @@
+"""The three ways to reach an engine core, behind one face, so that a test can run through each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from walkvllm import LLM, EngineArgs, RequestOutput, SamplingParams
+from walkvllm.async_llm import AsyncLLM
+from walkvllm.messages import SchedulerStats
+from walkvllm.sampling_params import RequestOutputKind
+
+CLIENTS = ("in-process", "child", "async")
+
+
+class Engine:
+    """An engine with generate(), check_blocks() and stats(), whatever is behind it."""
+
+    def __init__(self, client: str, model: str | Path | None = None, **settings: Any) -> None:
+        self.client, self.count = client, 0
+        if client == "async":
+            self.runner = asyncio.Runner()
+            args = EngineArgs(model=None if model is None else str(model), **settings)
+            self.engine: Any = AsyncLLM.from_engine_args(args)
+        else:
+            self.engine = LLM(model, multiprocess=client == "child", **settings)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(work)
+
+    def generate(self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]) -> list[RequestOutput]:
+        """The final outputs, in the order of the prompts."""
+        if self.client != "async":
+            return self.engine.generate(list(prompts), params, use_tqdm=False)
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        return self.run(self.all(prompts, each))
+
+    async def all(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        return list(await asyncio.gather(*(self.one(p, q) for p, q in zip(prompts, params, strict=True))))
+
+    async def one(self, prompt: Any, params: SamplingParams) -> RequestOutput:
+        """One answer: the deltas put together again."""
+        self.count += 1
+        asked = params.clone()
+        asked.output_kind = RequestOutputKind.DELTA
+        text, token_ids, output = "", list[int](), None
+        async for output in self.engine.generate(prompt, asked, str(self.count)):
+            text, token_ids = text + output.outputs[0].text, token_ids + output.outputs[0].token_ids
+        assert output is not None and output.finished
+        output.outputs[0].text, output.outputs[0].token_ids = text, token_ids
+        return output
+
+    def check_blocks(self) -> None:
+        """Raises RuntimeError unless all blocks add up."""
+        if self.client == "async":
+            self.run(self.engine.check_blocks())
+        else:
+            self.engine.check_blocks()
+
+    def reset_prefix_cache(self) -> bool:
+        return self.run(self.engine.reset_prefix_cache()) if self.client == "async" else self.engine.reset_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        return self.run(self.engine.stats()) if self.client == "async" else self.engine.llm_engine.engine_core.stats()
+
+    def unfinished(self) -> int:
+        """Requests in the caller's book."""
+        book = self.engine if self.client == "async" else self.engine.llm_engine
+        return book.output_processor.get_num_unfinished_requests()
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        if self.client == "async":
+            self.runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
