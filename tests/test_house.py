@@ -31,7 +31,7 @@ ONLOOKERS_FROM = 16  # pages from here on look at the engine: they may import an
 ONLOOKERS = {"show", "schedule_trace"}  # so do these
 # Where the engine opens a door to an onlooker, inside a function, for whoever asks to look.
 DOORS_TO_ONLOOKERS = {("llm", "walk"), ("engine_core_proc", "walk")}
-ENGINE_LINES, MODULE_LINES, FUNCTION_LINES = 3300, 400, 60
+ENGINE_LINES, MODULE_LINES, FUNCTION_LINES = 5000, 400, 60
 
 
 def modules() -> list[Path]:
