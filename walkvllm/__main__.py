@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import walkvllm
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from walkvllm.walk import Stop
 
 # %% auto #0
-__all__ = ['parser', 'generate', 'Ink', 'walk_lines', 'walk_command', 'main']
+__all__ = ['parser', 'generate', 'Ink', 'walk_lines', 'walk_command', 'map_command', 'main']
 
 # %% ../nbs/16b_command_line.ipynb #f69eafc6
 _ENGINE = {
@@ -75,6 +75,16 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("prompt", nargs="+", metavar="PROMPT", help="one prompt or several; - reads one from standard input")
     g.add_argument("--model", metavar="DIR", help="a Hugging Face model directory (default: the model in this package)")
     g.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template first")
+    m = commands.add_parser(
+        "map",
+        help="compare the map with a vLLM's sources",
+        description=(
+            "Looks up in a vLLM's sources every function and class that the pages cite from 0.22.0, and says which are"
+            " kept, moved or vanished, and which signatures and calls have changed. Python files are read, nothing is"
+            " imported or run. Exit code 1 if a name or a call is not where the map says."
+        ),
+    )
+    m.add_argument("--vllm", required=True, metavar="PATH_OR_VERSION", help="a directory, a wheel, or a version for pip")
     for p in (w, g):
         _options(p, "sampling", _SAMPLING)
         _options(p, "engine", _ENGINE)
@@ -248,21 +258,31 @@ def walk_command(args: argparse.Namespace) -> None:
         for line in textwrap.wrap(f"{name} ({why}): {text.strip()}", 100, subsequent_indent="    ") or [name]:
             print(ink.line(line))
 
+# %% ../nbs/16b_command_line.ipynb #a41ece0e
+def map_command(args: argparse.Namespace) -> int:
+    "Prints what has become of vLLM's names; 1 if something is not where the map says."
+    from walkvllm.vllm_map import map_command as check
+
+    return check(args)
+
 # %% ../nbs/16b_command_line.ipynb #91718631
 def main(argv: Sequence[str] | None = None) -> int:
-    "Runs one command. Returns the exit code: 0, or 1 after an error, which is one line on standard error."
+    "Runs one command. Returns its exit code: 0, or 1 after an error, which is one line on standard error."
     args = parser().parse_args(argv)  # ends with code 2 by itself
     try:
-        {"walk": walk_command, "generate": generate}[args.command](args)
+        commands: dict[str, Callable[[argparse.Namespace], int | None]]
+        commands = {"walk": walk_command, "generate": generate, "map": map_command}
+        code = commands[args.command](args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has gone, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, RuntimeError, OSError) as e:
         print(f"walkvllm {args.command}: {' '.join(str(e).split())}", file=sys.stderr)
         return 1
-    return 0
+    return code or 0
 
 
 if __name__ == "__main__" and "__file__" in globals():  # not in a notebook

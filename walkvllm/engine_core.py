@@ -51,8 +51,10 @@ class EngineCore:
         return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def abandon(self) -> None:
-        "Ends everything after a step that was torn. Blocks may have names for tokens that were never computed: forget all."
+        "Ends everything after a torn step. Blocks may have names for tokens that were never computed: forgets them all."
         self.abort_requests(list(self.scheduler.requests))
+        self.batch_queue.clear()
+        self.model_runner.abandon_step()
         self.reset_prefix_cache()
 
     def has_work(self) -> bool:

@@ -165,6 +165,10 @@ class ModelRunner:
                 output.logprobs = split_logprobs(made.logprobs, [flat.req_ids[row] for row in rows], wanted)
         return output
 
+    def abandon_step(self) -> None:
+        "Forgets logits that nobody will sample any more, because the step was torn."
+        self._waiting_for_sample = False
+
     def ask_about_prompts(self, flat: FlatBatch) -> dict[str, LogprobsLists]:
         "Collects what this step says about the prompts that were asked for; returns those that are complete."
         assert self.last_hidden is not None
