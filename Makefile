@@ -8,19 +8,24 @@ endif
 PY := .venv/bin/python
 PAGES ?=
 
-.PHONY: help walk test test-long test-real lab text build check clean setup-run setup-test setup-real setup-lab
+.PHONY: help walk test test-long test-real lab site site-run test-site text build check clean \
+        setup-run setup-test setup-real setup-lab setup-site
 
 help:
 	@echo "make walk       follow one request through the engine"
 	@echo "make test       run all tests: every cell of every page, and the checks of the house"
 	@echo "make test-long  the same, and the tests that take minutes"
 	@echo "make test-real  fetch a real model (98 MB) and compare with transformers"
+	@echo "make site       build the website from what the pages have stored; site-run runs the pages first"
+	@echo "make test-site  the same, and look at it in a browser (Debian: chromium, chromium-driver)"
 	@echo "make lab        open the pages in JupyterLab"
 	@echo "make text       the pages as plain Python in nbs_py/, to edit    (PAGES=\"06 07\" for some)"
 	@echo "make build      the edited text back into pages, modules, outputs (PAGES=\"06 07\" for some)"
 	@echo "make check      say where pages, modules and outputs disagree     (PAGES=\"06 07\" for some)"
 	@echo "make oracle     our scheduler's decisions beside those of the real vLLM 0.22.0   (N=200 SEED=...)"
 	@echo "make bench-schedule  what a step of the scheduler costs, beside vLLM 0.22.0"
+	@echo "make bench-boundary  what the process boundary costs, and a recorded run: the data of pages 04b, 05 and 16c"
+	@echo "make fault-table     200 times something goes wrong between two processes: the data of page 04d"
 	@echo "make clean      remove .venv and what was built"
 
 walk: setup-run
@@ -40,15 +45,34 @@ lab: setup-lab
 	@env $$($(PY) tools/cells.py) $(PY) -m jupyterlab --ServerApp.root_dir=. \
 		--LabApp.default_url=/lab/tree/nbs/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
+site: setup-site
+	@$(PY) tools/website.py
+
+site-run: setup-site
+	@$(PY) tools/pages.py run
+	@$(PY) tools/website.py
+
+test-site: site
+	@$(PY) -m pytest --flags site tests/test_site.py
+
 text build check: setup-test
 	@$(PY) tools/pages.py $@ $(PAGES)
 
-setup-run setup-test setup-real setup-lab:
+.PHONY: bench-boundary fault-table
+bench-boundary: setup-test
+	@$(PY) tools/bench_boundary.py
+	@$(PY) tools/pages.py run 04b 05 16c
+
+fault-table: setup-test
+	@WALKVLLM_FAULT_TABLE=walkvllm/data/faults.json $(PY) -m pytest --flags long tests/test_process.py -k many_times
+	@$(PY) tools/pages.py run 04d
+
+setup-run setup-test setup-real setup-lab setup-site:
 	@if [ -z "$(PYTHON)" ]; then echo "There is no python3 on PATH. walkvllm needs Python 3.11 or newer."; exit 1; fi
 	@$(PYTHON) tools/setup.py $(@:setup-%=%)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist docs/_pages docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # With the real vLLM 0.22.0, as far as its scheduler needs it: in .oracle, an environment of its own (1.3 GB).
 N ?= 200

@@ -30,7 +30,9 @@ class Engine:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(work)
 
-    def generate(self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
         """The final outputs, in the order of the prompts."""
         if self.client != "async":
             return self.engine.generate(list(prompts), params, use_tqdm=False)
@@ -38,7 +40,13 @@ class Engine:
         return self.run(self.all(prompts, each))
 
     async def all(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        return list(await asyncio.gather(*(self.one(p, q) for p, q in zip(prompts, params, strict=True))))
+        """All answers; the first error is raised when everybody has ended."""
+        tasks = [self.one(p, q) for p, q in zip(prompts, params, strict=True)]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [r for r in results if not isinstance(r, BaseException)]
 
     async def one(self, prompt: Any, params: SamplingParams) -> RequestOutput:
         """One answer: the deltas put together again."""
@@ -60,7 +68,9 @@ class Engine:
             self.engine.check_blocks()
 
     def reset_prefix_cache(self) -> bool:
-        return self.run(self.engine.reset_prefix_cache()) if self.client == "async" else self.engine.reset_prefix_cache()
+        """Forgets all cached blocks."""
+        done = self.engine.reset_prefix_cache()
+        return self.run(done) if self.client == "async" else done
 
     def stats(self) -> SchedulerStats:
         return self.run(self.engine.stats()) if self.client == "async" else self.engine.llm_engine.engine_core.stats()

@@ -18,7 +18,8 @@ from _pytest.assertion.rewrite import rewrite_asserts
 from pages import FLAGS, difference
 
 ALL_FLAGS = {f: f"cells that say #| {f}, and tests with this mark" for f in FLAGS} | {
-    "real": "tests on a real model, fetched by make test-real"}
+    "real": "tests on a real model, fetched by make test-real",
+    "site": "tests of the site in a browser, run by make test-site"}
 
 
 class OutputsDiffer(Exception):

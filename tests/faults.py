@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from walkvllm.messages import EngineCoreRequest
 from walkvllm.mp_client import CoreProcess, EngineDeadError, SyncMPClient
 
 SMALL: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 64, "block_size": 8, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 24,
-    "attention_backend": "cpu",
+    "dtype": "float32", "max_model_len": 64, "block_size": 8, "num_gpu_blocks_override": 40,
+    "max_num_batched_tokens": 24, "attention_backend": "cpu",
 }  # fmt: skip
 LONG = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,10 +74,8 @@ def left_behind(pid: int, directory: Path, ours: bool = True) -> str:
     """What there still is of an engine: its process, a zombie of it, its sockets."""
     left = ["process"] * runs(pid) + ["sockets"] * directory.exists()
     if ours:
-        try:
+        with suppress(ChildProcessError):
             left += ["zombie"] * (os.waitpid(pid, os.WNOHANG) != (0, 0))
-        except ChildProcessError:
-            pass
     return ", ".join(left) or "nothing"
 
 
@@ -189,7 +187,8 @@ def dies_at_start(rng: random.Random) -> Row:
             now = time.perf_counter()
             text = seen(error).replace(", before it was ready", "")
         thread.join()
-    return Row("SIGKILL to the core", "start-up", text, now - bomb.at, left_behind(made[0].process.pid, made[0].directory))
+    left = left_behind(made[0].process.pid, made[0].directory)
+    return Row("SIGKILL to the core", "start-up", text, now - bomb.at, left)
 
 
 def dies_before_tasks(rng: random.Random) -> Row:
@@ -412,7 +411,8 @@ def caller_dies(when: str, rng: random.Random) -> Row:
     now = time.perf_counter()
     caller.stdout.close()
     caller.stdin.close()
-    return Row("SIGKILL to the caller", when, "(the core ends)", now - at, left_behind(int(pid), Path(directory), ours=False))
+    left = left_behind(int(pid), Path(directory), ours=False)
+    return Row("SIGKILL to the caller", when, "(the core ends)", now - at, left)
 
 
 FAULTS: dict[str, Callable[[random.Random], Row]] = {

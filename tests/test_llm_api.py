@@ -1,6 +1,7 @@
 """The offline interface as its users meet it: vLLM's names, bad input, errors and interrupts in the middle of a run.
 
-Every test runs a real engine on the embedded model and ends in llm.check_blocks().
+Every test runs a real engine on the embedded model and ends in llm.check_blocks(). Those that need not look inside run
+twice: with the engine core in this process, and in a process of its own.
 """
 
 from __future__ import annotations
@@ -36,13 +37,46 @@ EMBEDDED_IDS: dict[str, int] = Tokenizer.from_file(str(EMBEDDED / "tokenizer.jso
 EMBEDDED_TEXT = {token_id: token for token, token_id in EMBEDDED_IDS.items()}
 
 
+HERE_ONLY = {  # what looks inside the core, needs none, or needs all requests to be there before the first step
+    "test_an_error_in_the_middle_of_a_step", "test_ctrl_c_waits_for_the_end_of_the_step",
+    "test_arguments_are_built_or_refused", "test_token_ids_equal_transformers", "test_a_begin_token_stands_there_once",
+    "test_chat_text_equals_transformers", "test_priority_needs_its_policy",
+}  # fmt: skip
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Where the core lives. Tests that start engines of their own do it in a process of its own only with `long`."""
+    child = pytest.param("child", marks=() if "llm" in metafunc.fixturenames else pytest.mark.long)
+    places = ["here"] if metafunc.function.__name__ in HERE_ONLY else ["here", child]
+    metafunc.parametrize("place", places, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def place(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Says where an LLM() that is not told otherwise has its core."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if request.param == "child" else "0")
+        yield request.param
+
+
+_children: list[LLM] = []  # starting one takes seconds: the tests share it
+
+
 @pytest.fixture
-def llm() -> Iterator[LLM]:
+def llm(place: str) -> Iterator[LLM]:
     """A small engine; afterwards it must be empty, complete and able to work."""
-    engine = LLM(**SMALL)
+    if place == "child" and not _children:
+        _children.append(LLM(**SMALL))
+    engine = _children[0] if place == "child" else LLM(**SMALL)
+    assert engine.reset_prefix_cache()
     yield engine
     assert not engine.llm_engine.has_unfinished_requests()
     works(engine)
+
+
+def teardown_module() -> None:
+    for engine in _children:
+        engine.shutdown()
 
 
 def works(llm: LLM) -> None:
@@ -62,7 +96,7 @@ _answers: list[list[int]] = []
 def answers() -> list[list[int]]:
     """What a new engine answers to PROMPTS, one prompt at a time."""
     if not _answers:
-        with LLM(**SMALL) as fresh:
+        with LLM(**SMALL, multiprocess=False) as fresh:
             _answers.extend(ids(fresh.generate(p, GREEDY, use_tqdm=False))[0] for p in PROMPTS)
     return _answers
 
@@ -316,7 +350,8 @@ BAD_PROMPTS = [  # prompt, words of the error
 
 def nothing_left(llm: LLM) -> None:
     assert not llm.llm_engine.has_unfinished_requests()
-    assert not llm.llm_engine.engine_core.engine_core.scheduler.requests
+    stats = llm.llm_engine.engine_core.stats()
+    assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.num_free_blocks) == (0, 0, stats.num_blocks)
     llm.check_blocks()
 
 

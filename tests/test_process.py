@@ -103,7 +103,8 @@ SCRIPT = """
 from walkvllm import LLM, SamplingParams
 import sys
 llm = LLM(**{settings}, multiprocess=True)
-(answer,) = llm.generate([list(range(70, 92))], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+(answer,) = llm.generate([list(range(70, 92))], greedy, use_tqdm=False)
 child = llm.llm_engine.engine_core.child
 print(answer.outputs[0].token_ids, child.process.pid, child.directory, sep="|")
 """
@@ -122,8 +123,11 @@ def test_started_from_anywhere(tmp_path: Path) -> None:
     for name in ("torch", "random", "zmq", "msgspec", "walkvllm"):
         (poisoned / f"{name}.py").write_text("raise SystemExit('imported from the current directory')")
     ways: list[tuple[list[str], str | None, Path]] = [
-        ([str(here / "script.py")], None, poisoned), (["-c", code], None, here), (["-"], code, here), (["-"], threaded, here),
-    ]  # fmt: skip
+        ([str(here / "script.py")], None, poisoned),
+        (["-c", code], None, here),
+        (["-"], code, here),
+        (["-"], threaded, here),
+    ]
     jobs = []
     for arguments, text, folder in ways:
         job = subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment(), text=True,
@@ -140,6 +144,52 @@ def test_started_from_anywhere(tmp_path: Path) -> None:
         token_ids, pid, directory = said.split("|")
         assert json.loads(token_ids) == answers()[0]
         assert left_behind(int(pid), Path(directory.strip()), ours=False) == "nothing"
+
+
+NOTEBOOK = """
+from walkvllm import LLM, SamplingParams
+llm = LLM(**{settings}, multiprocess=True)
+child = llm.llm_engine.engine_core.child
+print(child.process.pid, child.directory, sep="|", end="")
+"""
+
+
+def test_in_a_notebook() -> None:
+    """In a Jupyter kernel: it starts, the stop button leaves it usable, and it ends with a kernel that is killed."""
+    manager = pytest.importorskip("jupyter_client")
+    pytest.importorskip("ipykernel")
+    kernel, client = manager.manager.start_new_kernel(env=environment(), kernel_name="python3")
+
+    def run(code: str, interrupt_after: float = 0.0) -> tuple[str, str]:
+        printed = ""
+
+        def hook(message: dict[str, Any]) -> None:
+            nonlocal printed
+            if message["msg_type"] == "stream" and message["content"]["name"] == "stdout":
+                printed += message["content"]["text"]
+
+        if interrupt_after:
+            threading.Timer(interrupt_after, kernel.interrupt_kernel).start()
+        reply = client.execute_interactive(code, timeout=120, output_hook=hook, allow_stdin=False)
+        return printed, reply["content"].get("ename", "")
+
+    try:
+        said, error = run(NOTEBOOK.format(settings=SMALL))
+        assert not error
+        pid, directory = said.split("|")
+        run("params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)")
+        generate = f"llm.generate({PROMPTS!r}, params, use_tqdm=False)"
+        for _ in range(2):
+            assert run(f"while True: {generate}", interrupt_after=0.3) == ("", "KeyboardInterrupt")
+            assert json.loads(run(f"print([o.outputs[0].token_ids for o in {generate}])")[0]) == answers()
+        run("llm.check_blocks()")
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    at = time.monotonic()
+    while runs(int(pid)) and time.monotonic() - at < 5:
+        time.sleep(0.02)
+    assert left_behind(int(pid), Path(directory), ours=False) == "nothing"
 
 
 def test_two_engines_side_by_side(llm: LLM) -> None:
@@ -167,8 +217,11 @@ def test_closed_engine() -> None:
     llm.shutdown()
     assert left_behind(pid, directory) == "nothing"
     llm.shutdown()
-    for call in (lambda: llm.generate("Once", GREEDY), lambda: llm.llm_engine.step(), llm.check_blocks, client.stats,
-                 lambda: client.add_request(request("b")), client.get_output, lambda: llm.walk("Once", GREEDY)):  # fmt: skip
+    calls: list[Any] = [
+        lambda: llm.generate("Once", GREEDY), llm.llm_engine.step, llm.check_blocks, client.stats,
+        lambda: client.add_request(request("b")), client.get_output, lambda: llm.walk("Once", GREEDY),
+    ]  # fmt: skip
+    for call in calls:
         with pytest.raises(RuntimeError, match="shut down"):
             call()
     client.abort_requests(["a"])
@@ -242,7 +295,8 @@ def test_a_core_that_does_not_get_ready(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_core_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("walkvllm.mp_client.COMMAND", ("-c", "raise SystemExit(7)"))
-    with faults.started() as made, pytest.raises(EngineDeadError, match="before it was ready: it ended with exit code 7"):
+    wanted = "before it was ready: it ended with exit code 7"
+    with faults.started() as made, pytest.raises(EngineDeadError, match=wanted):
         SyncMPClient(config())
     assert left_behind(made[0].process.pid, made[0].directory) == "nothing"
 
@@ -416,19 +470,24 @@ def test_open_requests_at_random() -> None:
             core[wire_id], alive[name] = serial, serial
         elif act < 0.5:
             for wire_id in book.abort([name, "nobody"]):
-                wire.append((wire_id, core[wire_id], None))
-                if wire_id in core:
+                if wire_id in core:  # else it has finished, and its last word is on the way
+                    wire.append((wire_id, core[wire_id], None))
                     wire.append((wire_id, core.pop(wire_id), FinishReason.ABORT))
             alive.pop(name, None)
         elif act < 0.7 and core:
             wire_id = rng.choice(list(core))
-            wire.append((wire_id, core[wire_id], None))
-        elif wire:
+            finished = rng.random() < 0.2
+            wire.append((wire_id, core[wire_id], FinishReason.STOP if finished else None))
+            if finished:
+                del core[wire_id]
+        while wire and rng.random() < 0.6:
             wire_id, number, reason = wire.pop(0)
             outputs = book.arrived(EngineCoreOutputs([EngineCoreOutput(wire_id, [number], reason)])).outputs
             if outputs:
                 assert outputs[0].new_token_ids == [alive[outputs[0].request_id]]
-    assert len(book.owners) <= 60
+                if reason is not None:
+                    del alive[outputs[0].request_id]
+    assert serial > 1000 and len(book.owners) == len(core) + sum(reason is not None for _, _, reason in wire)
 
 
 # ---- many requests, many aborts ----
@@ -499,7 +558,8 @@ def test_same_answers(engine: Engine) -> None:
 
 
 def test_same_errors(engine: Engine) -> None:
-    for prompt, words in [("", "empty"), ([5] * 64, "limit is 63"), ([5, 2048], "outside the vocabulary"), (None, "NoneType")]:
+    bad = [("", "empty"), ([5] * 64, "limit is 63"), ([5, 2048], "outside the vocabulary"), (None, "NoneType")]
+    for prompt, words in bad:
         with pytest.raises((ValueError, TypeError), match=words):
             engine.generate([prompt], GREEDY)
         nobody_left(engine)
@@ -513,7 +573,8 @@ def test_same_stop_strings(engine: Engine) -> None:
     (whole,) = engine.generate([PROMPTS[0]], LONG)
     text = whole.outputs[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 2]
-    (output,) = engine.generate([PROMPTS[0]], SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, stop=[stop]))
+    stopping = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, stop=[stop])
+    (output,) = engine.generate([PROMPTS[0]], stopping)
     assert (output.outputs[0].text, output.outputs[0].stop_reason) == (text[: text.index(stop)], stop)
     nobody_left(engine)
 
@@ -665,11 +726,14 @@ def test_a_dropped_async_engine_ends() -> None:
 # ---- the walk ----
 
 def test_walk(llm: LLM) -> None:
-    texts: dict[str, str] = {}
-    names = [stop.name for stop in llm.walk(PROMPTS, GREEDY) if texts.update(stop.facts.get("texts", {}) if stop.name == "text out" else {}) is None]
-    assert {"input processed", "message encoded", "message decoded", "added", "scheduled", "executed", "sampled", "updated",
-            "outputs encoded", "outputs decoded", "text out", "blocks home"} <= set(names)  # fmt: skip
-    assert [texts[str(i)] for i in range(4)] == [o.outputs[0].text for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    stops, texts = list(llm.walk(PROMPTS, GREEDY)), dict[str, str]()
+    for stop in stops:
+        texts |= stop.facts["texts"] if stop.name == "text out" else {}
+    assert {s.name for s in stops} >= {
+        "input processed", "message encoded", "message decoded", "added", "scheduled", "executed", "sampled", "updated",
+        "outputs encoded", "outputs decoded", "text out", "blocks home"}  # fmt: skip
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [texts[str(i)] for i in range(4)] == [o.outputs[0].text for o in outputs]
 
 
 # ---- small things ----
@@ -679,7 +743,7 @@ def test_a_client_is_told_only_by_messages() -> None:
     source = Path(sys.modules[MPClient.__module__].__file__ or "").read_text()
     assert "pickle" not in source and "multiprocessing" not in source and "EngineCore(" not in source
     for path in (ROOT / "walkvllm").glob("*.py"):
-        assert not any(line.startswith(("import pickle", "from pickle")) for line in path.read_text().splitlines()), path
+        assert "import pickle" not in path.read_text(encoding="utf-8"), path
 
 
 def test_bad_frames_say_why() -> None:

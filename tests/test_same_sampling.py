@@ -180,8 +180,8 @@ def compare(ours: RequestOutput, case: dict[str, Any], theirs: dict[str, Any]) -
         for name in ("token_ids", "finish_reason", "stop_reason"):
             assert getattr(mine, name) == want[name], name
         compare_logprobs(mine.logprobs, want["logprobs"])
-        total = want["cumulative_logprob"]
-        assert total is mine.cumulative_logprob or abs(mine.cumulative_logprob - total) < TOLERANCE * len(mine.token_ids)
+        total, tolerance = want["cumulative_logprob"], TOLERANCE * len(mine.token_ids)
+        assert total is mine.cumulative_logprob or abs(mine.cumulative_logprob - total) < tolerance
 
 
 @pytest.mark.parametrize("case,expected", REQUESTS)

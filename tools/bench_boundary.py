@@ -79,8 +79,8 @@ def step_ms(client: EngineCoreClient, requests: int) -> float:
 
 def socket_us(requests: int) -> float:
     """From the core's beginning to write a step's outputs to the caller's having read them, less both of those."""
-    settings = {"max_model_len": 128, "num_gpu_blocks_override": requests * 8 + 1, "max_num_seqs": requests}
-    with LLM(dtype="float32", multiprocess=True, enable_prefix_caching=False, **settings) as llm:
+    settings: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": requests, "enable_prefix_caching": False}
+    with LLM(dtype="float32", multiprocess=True, num_gpu_blocks_override=requests * 8 + 1, **settings) as llm:
         params = [SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)] * requests
         prompts = [{"prompt_token_ids": [100 + (i + j) % 900 for j in range(8)]} for i in range(requests)]
         stops = record(llm, prompts, params, [str(i) for i in range(requests)])

@@ -1,9 +1,10 @@
-"""Makes .venv, or repairs it: python3 tools/setup.py run|test|real|lab
+"""Makes .venv, or repairs it: python3 tools/setup.py run|test|real|lab|site
 
 run   what `walkvllm` needs
 test  run, and what the tests and the page tools need
 real  test, and what reads the real model's file
 lab   test, and JupyterLab
+site  test, and what builds the website and drives a browser
 
 It needs only Python's standard library. When nothing is to be done it takes a fraction of a second. pip is used as it
 is set up on this machine; its output goes to .venv/setup.log.
@@ -25,8 +26,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
 PYTHON = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin", "python")
 LOG = os.path.join(VENV, "setup.log")
-LAYERS = {"run": ["run"], "test": ["run", "test"], "real": ["run", "test", "real"], "lab": ["run", "test", "lab"]}
-EXTRAS = {"run": "", "test": "[triton,dev]", "real": "[real]", "lab": "[lab]"}
+LAYERS = {"run": ["run"], "test": ["run", "test"], "real": ["run", "test", "real"], "lab": ["run", "test", "lab"],
+          "site": ["run", "test", "site"]}
+EXTRAS = {"run": "", "test": "[triton,dev]", "real": "[real]", "lab": "[lab]", "site": "[site]"}
 BUILD = ["setuptools>=77"]  # builds walkvllm in .venv itself, which saves pip making an environment for it each time
 # What must be importable when a layer is complete.
 MODULES = {
@@ -34,6 +36,7 @@ MODULES = {
     "test": "nbdev jupytext nbformat IPython pytest hypothesis transformers mypy ruff",
     "real": "gguf accelerate",
     "lab": "jupyterlab ipykernel ipywidgets",
+    "site": "sphinx myst_nb furo selenium",
 }
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from walkvllm.show import vllm_symbols
 from walkvllm.vllm_map import check_map, counts, open_sources, signature, symbols
 
 DATA = ROOT / "walkvllm/data"
@@ -51,15 +52,16 @@ def body(node: ast.AST | None) -> str:
 def drift(old: str, new: str, version: str) -> None:
     """Writes drift.json: the findings that are not `same`, and the sums."""
     with open_sources(old) as a, open_sources(new) as b:
-        findings = check_map(b)
-        pairs = [(a.find(r["module"], r["symbol"]), b.find(r["module"], r["symbol"])) for r in symbols()]
+        rows = vllm_symbols()  # the map of the route; not what only a sentence mentions
+        findings = check_map(b, rows)
+        pairs = [(a.find(r["module"], r["symbol"]), b.find(r["module"], r["symbol"])) for r in rows]
         same_line = sum(x is not None and y is not None and x.lineno == y.lineno  # type: ignore[attr-defined]
                         for x, y in pairs)
         same_body = sum(y is not None and body(x) == body(y) for x, y in pairs)
-        edges = sum(len(r.get("calls", ())) for r in symbols())
-        sums = {"names": len(findings)} | counts(findings) | {"edges": edges, "same line": same_line, "same body": same_body}
-        told = {"from": "0.22.0", "to": version, "date": datetime.date.today().isoformat(), "read": b.name.split("/")[-1],
-                "counts": sums}
+        edges = sum(len(r.get("calls", ())) for r in rows)
+        sums = {"names": len(findings), "edges": edges} | counts(findings)
+        told = {"from": "0.22.0", "to": version, "date": datetime.date.today().isoformat(),
+                "read": b.name.split("/")[-1], "counts": sums | {"same line": same_line, "same body": same_body}}
     lines = ",\n".join("  " + json.dumps(asdict(f)) for f in findings if not f.same)
     head = json.dumps(told, indent=1)[:-2]
     (DATA / "drift.json").write_text(f'{head},\n "findings": [\n{lines}\n ]\n}}\n', encoding="utf-8")

@@ -169,7 +169,10 @@ def _code(cell: dict[str, Any], source: str, marks: dict[str, str], stem: str, t
     tags = ["remove-input"] if _BARE.match(text.strip()) else ["hide-input"] if _only_imports(text) else []
     new = {"cell_type": "code", "id": cell["id"], "metadata": {"tags": tags}, "source": text,
            "outputs": outputs, "execution_count": None}
-    return [_markdown(_export_mark(stem, cell["id"], top)), new] if "export" in marks and not tags else [new]
+    if "export" in marks:
+        place = f'<div class="place" id="cell-{cell["id"]}"></div>'  # source pages lead here, also to folded cells
+        return [_markdown(place if tags else _export_mark(stem, cell["id"], top)), new]
+    return [new]
 
 
 def _only_imports(text: str) -> bool:
@@ -275,14 +278,15 @@ def _class(m: Module, d: Definition) -> str:
             options = f":type: {ast.unparse(f.returns)}\n" if f.returns else ""
             parts.append(_entry("property", f.name, doc, options))
         else:
-            ways = [x.id for x in f.decorator_list if isinstance(x, ast.Name) and x.id in ("classmethod", "staticmethod")]
-            options = "".join(f":{way}:\n" for way in ways) + (":async:\n" if isinstance(f, ast.AsyncFunctionDef) else "")
+            ways = [x.id for x in f.decorator_list if isinstance(x, ast.Name)]
+            ways += ["async"] * isinstance(f, ast.AsyncFunctionDef)
+            options = "".join(f":{way}:\n" for way in ways if way in ("classmethod", "staticmethod", "async"))
             parts.append(_entry("method", f.name + _signature(f, True), doc, options))
     head = d.name + (_signature(init, True).removesuffix(" -> None") if init else "")
     bases = ", ".join(ast.unparse(b) for b in node.bases)
     members = [t.id for n in node.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
-    members = [m for m in members if not m.startswith("_")]
-    parts[1:1] = [f"Base: `{bases}`" if bases else "", "Members: " + ", ".join(f"`{m}`" for m in members) if members else ""]
+    members = [f"`{m}`" for m in members if not m.startswith("_")]
+    parts[1:1] = [f"Base: `{bases}`" if bases else "", "Members: " + ", ".join(members) if members else ""]
     return _entry("class", head, "\n\n".join(filter(None, parts)), f":module: {m.name}\n", "``````")
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from walkvllm.walk import Stop
 
 # %% auto #0
-__all__ = ['parser', 'generate', 'Ink', 'walk_lines', 'walk_command', 'map_command', 'main']
+__all__ = ['parser', 'generate', 'Ink', 'walk_lines', 'walk_command', 'map_command', 'trace_command', 'main']
 
 # %% ../nbs/16b_command_line.ipynb #f69eafc6
 _ENGINE = {
@@ -84,7 +84,16 @@ def parser() -> argparse.ArgumentParser:
             " imported or run. Exit code 1 if a name or a call is not where the map says."
         ),
     )
-    m.add_argument("--vllm", required=True, metavar="PATH_OR_VERSION", help="a directory, a wheel, or a version for pip")
+    m.add_argument("--vllm", required=True, metavar="PATH_OR_VERSION", help="a directory, a wheel or a version")
+    t = commands.add_parser(
+        "trace-schedule",
+        help="print what the scheduler decides for a workload, without a model",
+        description="Prints the scheduler's decisions as one JSON object per step, in the format of page 07b.",
+    )
+    t.add_argument("workload", metavar="WORKLOAD", help="a JSON file with a workload or a list; - is standard input")
+    t.add_argument("--free-queue", action="store_true", help="add the free blocks, the next to be reused first")
+    t.add_argument("--tables", action="store_true", help="add the block tables of the running requests")
+    t.add_argument("--hashes", action="store_true", help="add how many blocks have names")
     for p in (w, g):
         _options(p, "sampling", _SAMPLING)
         _options(p, "engine", _ENGINE)
@@ -265,13 +274,20 @@ def map_command(args: argparse.Namespace) -> int:
 
     return check(args)
 
+# %% ../nbs/16b_command_line.ipynb #ed4a787c
+def trace_command(args: argparse.Namespace) -> None:
+    "Prints what the scheduler decides, a line per step."
+    from walkvllm.schedule_trace import print_traces
+
+    print_traces(args.workload, args.free_queue, args.tables, args.hashes)
+
 # %% ../nbs/16b_command_line.ipynb #91718631
 def main(argv: Sequence[str] | None = None) -> int:
     "Runs one command. Returns its exit code: 0, or 1 after an error, which is one line on standard error."
     args = parser().parse_args(argv)  # ends with code 2 by itself
     try:
         commands: dict[str, Callable[[argparse.Namespace], int | None]]
-        commands = {"walk": walk_command, "generate": generate, "map": map_command}
+        commands = {"walk": walk_command, "generate": generate, "map": map_command, "trace-schedule": trace_command}
         code = commands[args.command](args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has gone, as in `| head`

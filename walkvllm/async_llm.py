@@ -16,7 +16,7 @@ from .config import EngineArgs, VllmConfig
 from .input_processor import InputProcessor, parse_prompt
 from .messages import SchedulerStats
 from .mp_client import AsyncMPClient, EngineDeadError
-from .output_processor import CompletionOutput, OutputProcessor, RequestOutput
+from .output_processor import OutputProcessor, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams
 
 # %% auto #0

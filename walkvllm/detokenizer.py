@@ -17,12 +17,19 @@ __all__ = ['TextStream', 'check_stop_strings', 'IncrementalDetokenizer']
 class TextStream:
     "Text of a growing list of tokens, by `tokenizers`' DecodeStream: never half a character."
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool, spaces_between: bool = True
+    ) -> None:
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
+        self.glued: dict[int, str] = {}  # added tokens that are written without a space behind another one
+        if not skip_special_tokens and not spaces_between:
+            self.glued = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        self.after_added = False
         self.stream = DecodeStream(skip_special_tokens=self.skip)
         self.unfinished = ""
         tail = prompt_token_ids[-32:]  # enough to know what stands before; a long prompt would take milliseconds
         shown = "".join(map(self.step, tail))
+        self.after_added = False  # what stands in the prompt does not count
         self.unfinished = tokenizer.decode(tail, skip_special_tokens=self.skip)[len(shown) :]
 
     def step(self, token_id: int) -> str:
@@ -30,6 +37,9 @@ class TextStream:
         text = self._decode(token_id)
         if text and self.unfinished:  # a character of the prompt that the answer does not complete is not the answer's
             text, self.unfinished = text.removeprefix(self.unfinished), ""
+        if token_id in self.glued and self.after_added:
+            text = self.glued[token_id]
+        self.after_added = token_id in self.glued
         return text
 
     def _decode(self, token_id: int) -> str:
@@ -63,7 +73,8 @@ class IncrementalDetokenizer:
         params = request.sampling_params
         self.stream: TextStream | None = None  # without tokenizer, or with detokenize=False: token ids and no text
         if tokenizer is not None and params.detokenize:
-            self.stream = TextStream(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+            spaces = params.spaces_between_special_tokens
+            self.stream = TextStream(tokenizer, request.prompt_token_ids, params.skip_special_tokens, spaces)
         self.stop, self.include_stop = params.stop_strings, params.include_stop_str_in_output
         self.min_tokens = params.min_tokens
         self.held_back = 0 if self.include_stop else max((len(s) for s in self.stop), default=1) - 1

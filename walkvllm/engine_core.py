@@ -39,7 +39,7 @@ class EngineCore:
         self.batch_queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()  # launched, not yet booked
 
     def preprocess_add_request(self, message: EngineCoreRequest) -> Request:
-        "The request that `message` describes, its prompt's blocks already hashed. Touches nothing: any thread may do it."
+        "The request that `message` describes, its prompt's blocks hashed. Touches nothing: any thread may do it."
         return Request.from_engine_core_request(message, self.block_hasher)
 
     def add_request(self, message: EngineCoreRequest) -> None:
@@ -47,11 +47,11 @@ class EngineCore:
         self.scheduler.add_request(self.preprocess_add_request(message))
 
     def abort_requests(self, request_ids: Sequence[str]) -> list[str]:
-        "Ends requests at once and frees their blocks. Unknown and finished ids are ignored. Returns the ids that were ended."
+        "Ends requests at once and frees their blocks; returns their ids. Unknown and finished ids are ignored."
         return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def abandon(self) -> None:
-        "Ends everything after a torn step. Blocks may have names for tokens that were never computed: forgets them all."
+        "Ends everything after a torn step. Blocks may have names for tokens that were never computed: forgets all."
         self.abort_requests(list(self.scheduler.requests))
         self.batch_queue.clear()
         self.model_runner.abandon_step()

@@ -117,7 +117,9 @@ class HFTokenizer:
         "The id of the end token; None if the directory names none."
         return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
 
-    def encode(self, text: str, add_special_tokens: bool = True, keep: int | None = None, side: str = "left") -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, keep: int | None = None, side: str = "left"
+    ) -> list[int]:
         "Token ids of a text, with what the tokenizer puts around every text (a begin token, mostly)."
         try:
             encoding = self.backend.encode(text, add_special_tokens=False)
@@ -228,7 +230,8 @@ class InputProcessor:
         "The message to the core. ValueError or TypeError if the core could not serve it."
         check_params(self.config, params, priority)
         parsed = parse_prompt(prompt)
-        token_ids = self.tokenize(parsed, read_tokenization(tokenization_kwargs, self.config.model_config.max_model_len))
+        how = read_tokenization(tokenization_kwargs, self.config.model_config.max_model_len)
+        token_ids = self.tokenize(parsed, how)
         check_length(self.config, len(token_ids))
         check_vocabulary("prompt_token_ids", token_ids, self.config.model_config.spec.vocab_size)
         params = self.complete(params.clone(), len(token_ids))  # a copy: the caller may use the object again

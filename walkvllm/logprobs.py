@@ -63,7 +63,10 @@ class PromptLogprobs:
     "Collects the log probabilities of one prompt, chunk by chunk. A chunk may come again, after a preemption."
 
     def __init__(self, token_ids: Sequence[int], n: int) -> None:
-        self.targets, self.n = torch.tensor(token_ids[1:], dtype=torch.int64), n  # position i is asked about token i + 1
+        self.targets, self.n = (
+            torch.tensor(token_ids[1:], dtype=torch.int64),
+            n,
+        )  # position i is asked about token i + 1
         positions = len(self.targets)
         self.kept = LogprobsTensors(
             torch.zeros(positions, n + 1, dtype=torch.int32),

@@ -49,7 +49,9 @@ def in_context(tokenizer: Tokenizer, token_id: int, before: list[int]) -> str:
 def candidate_texts(tokenizer: Tokenizer, ids: list[int], before: list[int]) -> list[str]:
     "The text of each candidate at one position."
     alone = tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
-    return [in_context(tokenizer, i, before) if text.endswith("�") else text for i, text in zip(ids, alone, strict=True)]
+    return [
+        in_context(tokenizer, i, before) if text.endswith("�") else text for i, text in zip(ids, alone, strict=True)
+    ]
 
 # %% ../nbs/15b_answers.ipynb #4a2ffa50
 class LogprobsProcessor:
@@ -60,7 +62,9 @@ class LogprobsProcessor:
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = None if params.logprobs is None else 0.0
         # nobody has an opinion on the first token of a prompt
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = [None]
+        if params.prompt_logprobs is None:
+            self.prompt_logprobs = None
 
     def update(self, output: EngineCoreOutput) -> None:
         "Takes what one step has brought."
@@ -76,8 +80,9 @@ class LogprobsProcessor:
         "A dict for each position; `before` are the tokens that stand before the first."
         made = []
         for ids, values, rank in zip(*(a.tolist() for a in lists.arrays()), strict=True):
-            known = self.tokenizer is not None
-            texts = candidate_texts(self.tokenizer, ids, before[-4:]) if known else [None] * len(ids)  # type: ignore[arg-type]
+            texts: list[str | None] = [None] * len(ids)
+            if self.tokenizer is not None:
+                texts = [*candidate_texts(self.tokenizer, ids, before[-4:])]
             made.append(one_position(ids, values, rank, texts))
             before = [*before, ids[0]]
         return made

@@ -106,7 +106,9 @@ def record(
     stats = client.stats()
     home = {"free_blocks": stats.num_free_blocks, "all_blocks": stats.num_blocks}
     notes.note("06", "blocks home", home | {"hashes_remembered": stats.num_cached_blocks}, {})
-    theirs = [add_texts(stop, engine) for stop in on_our_clock(records, client.clock.value)]
+    theirs = on_our_clock(records, client.clock.value)
+    for stop in theirs:
+        add_texts(stop, engine)
     return sorted([*numbered(notes.stops, theirs), *theirs], key=lambda stop: stop.ended)
 
 

@@ -46,13 +46,12 @@ NUMBERS = {
 
 # %% ../nbs/02b_parameters.ipynb #e4068883
 def check_number(name: str, value: Any, limits: Limits) -> Any:
-    "`value` as a plain int or float. ValueError with the name, the value and the limits if it is none of those allowed."
+    "`value` as a plain int or float. ValueError with the name, the value and the limits if it is not allowed."
     if value is None and limits.optional:
         return None
     kind = "an integer" if limits.kind is int else "a finite number"
-    if isinstance(value, bool) or not isinstance(value, (int, limits.kind)):
-        raise ValueError(f"{name}={value!r} must be {kind}")
-    if value != value or abs(value) == math.inf:
+    is_number = isinstance(value, int if limits.kind is int else int | float) and not isinstance(value, bool)
+    if not is_number or value != value or abs(value) == math.inf:
         raise ValueError(f"{name}={value!r} must be {kind}")
     if value < limits.smallest or (limits.open and value == limits.smallest):
         raise ValueError(f"{name}={value!r:.50} must be {'above' if limits.open else 'at least'} {limits.smallest}")
@@ -61,7 +60,9 @@ def check_number(name: str, value: Any, limits: Limits) -> Any:
     return limits.kind(value)
 
 # %% ../nbs/02b_parameters.ipynb #f8fbba9c
-SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
+SWITCHES = (
+    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
 
 
 def is_token_id(value: Any) -> bool:

@@ -5,9 +5,7 @@
 # %% ../nbs/13c_columns.ipynb #77aff1b8
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +14,7 @@ from .logits_processors import BadWords, Penalties, Processing, count_tokens
 from .sampling_params import SAMPLING_EPS, SamplingParams
 
 # %% auto #0
-__all__ = ['COLUMNS', 'SamplingMetadata', 'column_values', 'names_tokens', 'Fixed', 'index_tensors', 'fixed_processing',
+__all__ = ['COLUMNS', 'SamplingMetadata', 'column_values', 'names_tokens', 'Fixed', 'fixed_processing',
            'SamplingColumns']
 
 # %% ../nbs/13c_columns.ipynb #3a0079f2
@@ -44,7 +42,7 @@ COLUMNS = np.dtype([
 
 def column_values(p: SamplingParams, vocab_size: int, num_prompt_tokens: int) -> tuple[float, ...]:
     "One row of `COLUMNS`. `num_logprobs` is -1 for a request that wants none."
-    wanted = {None: -1, -1: vocab_size}.get(p.logprobs, p.logprobs)
+    wanted = -1 if p.logprobs is None else vocab_size if p.logprobs == -1 else p.logprobs
     return (
         0.0 if p.is_greedy else p.temperature, p.min_p, p.top_k if 0 < p.top_k < vocab_size else vocab_size, p.top_p,
         p.presence_penalty, p.frequency_penalty, p.repetition_penalty, wanted, num_prompt_tokens,
@@ -68,24 +66,18 @@ class Fixed:
     places: np.ndarray  # [P] which of the R rows each bad word belongs to
 
 # %% ../nbs/13c_columns.ipynb #11077773
-def index_tensors(entries: Iterable[tuple[Any, ...]], width: int, device: torch.device | str) -> list[torch.Tensor]:
-    "The columns of a list of tuples: int64, the third one float32."
-    columns = list(zip(*entries)) or [()] * width
-    kinds = torch.int64, torch.int64, torch.float32
-    return [torch.tensor(column, dtype=kind, device=device) for column, kind in zip(columns, kinds)]
-
-
 def fixed_processing(asking: dict[int, SamplingParams], vocab_size: int, device: torch.device | str) -> Processing:
     "Allowed ids and biases of the rows that ask for them."
     allowed = {i: p.allowed_token_ids for i, p in asking.items() if p.allowed_token_ids}
     forbidden = torch.ones(len(allowed), vocab_size, dtype=torch.bool)
     for row, ids in zip(forbidden, allowed.values()):
         row[ids] = False
-    biases = [(i, t, value) for i, p in asking.items() for t, value in (p.logit_bias or {}).items()]
-    rows, ids, values = index_tensors(biases, 3, device)
+    biases = [(i, token_id) for i, p in asking.items() for token_id in p.logit_bias or {}]
+    values = [value for p in asking.values() for value in (p.logit_bias or {}).values()]
+    where = torch.tensor(biases, dtype=torch.int64, device=device)  # [N, 2]
     return Processing(
         allowed=(torch.tensor(list(allowed), device=device), forbidden.to(device)) if allowed else None,
-        bias=((rows, ids), values) if biases else None,
+        bias=((where[:, 0], where[:, 1]), torch.tensor(values, device=device)) if biases else None,
     )
 
 # %% ../nbs/13c_columns.ipynb #cc616156
@@ -119,9 +111,10 @@ class SamplingColumns:
     def move_row(self, src: int, dst: int) -> None:
         "Moves a row to where another was removed."
         self.columns[dst] = self.columns[src]
-        for some in (self.generators, self.naming):
-            if src in some:
-                some[dst] = some.pop(src)
+        if src in self.generators:
+            self.generators[dst] = self.generators.pop(src)
+        if src in self.naming:
+            self.naming[dst] = self.naming.pop(src)
         self._fixed = None
 
     def metadata(self, rows: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray) -> SamplingMetadata:
@@ -137,9 +130,8 @@ class SamplingColumns:
         if not len(forbidden) and penalties is None:
             return fixed.metadata
         pairs = torch.from_numpy(forbidden).to(self.device)
-        todo = replace(
-            fixed.metadata.processing, forbidden=(pairs[:, 0], pairs[:, 1]) if len(forbidden) else None, penalties=penalties
-        )
+        now = (pairs[:, 0], pairs[:, 1]) if len(forbidden) else None
+        todo = replace(fixed.metadata.processing, forbidden=now, penalties=penalties)
         return replace(fixed.metadata, processing=todo)
 
     def _make_fixed(self, rows: np.ndarray) -> Fixed:
@@ -195,9 +187,9 @@ class SamplingColumns:
         ids, start = token_ids[rows, : stop.max()], c["num_prompt_tokens"]
         counts = count_tokens(ids, start, stop, self.vocab_size)
         seen = (count_tokens(ids, np.zeros_like(start), start, self.vocab_size) + counts) > 0
-        numbers = (
+        presence, frequency, repetition = (
             torch.from_numpy(c[name].copy()).unsqueeze(1).to(self.device)
             for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
         )
         where = torch.from_numpy(fixed.penalised).to(self.device)
-        return Penalties(where, *numbers, counts.to(self.device), seen.to(self.device))
+        return Penalties(where, presence, frequency, repetition, counts.to(self.device), seen.to(self.device))

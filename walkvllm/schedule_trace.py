@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from .config import CacheConfig, SchedulerConfig
@@ -18,7 +21,8 @@ from .scheduler import AsyncScheduler, Scheduler
 
 # %% auto #0
 __all__ = ['DEFAULTS', 'NOT_COVERED', 'REQUEST_KEYS', 'OPTIONAL_KEYS', 'next_token', 'ScheduleTrace', 'check_config',
-           'check_requests', 'describe', 'arrivals_and_aborts', 'one_step', 'run_steps', 'trace_schedule']
+           'check_requests', 'describe', 'arrivals_and_aborts', 'one_step', 'run_steps', 'trace_schedule',
+           'print_traces']
 
 # %% ../nbs/07b_same_decisions.ipynb #3fe253e8
 DEFAULTS: dict[str, Any] = {
@@ -41,6 +45,8 @@ class ScheduleTrace:
     "Drives a scheduler through one workload and tells what it decides, one line a step."
 
     def __init__(self, workload: dict[str, Any], free_queue: bool, tables: bool, hashes: bool) -> None:
+        if not isinstance(workload, dict):
+            raise ValueError(f"a workload must be an object, not {type(workload).__name__}")
         self.config = check_config(workload.get("config", {}))
         self.show = {"free_queue": free_queue, "tables": tables, "hashes": hashes}
         self.specs, self.max_steps = check_requests(workload, self.config), workload.get("max_steps", 10000)
@@ -165,8 +171,8 @@ OPTIONAL_KEYS = {
 def check_requests(workload: dict[str, Any], config: dict[str, Any]) -> list[dict[str, Any]]:
     "The requests of a workload. Raises ValueError for a key missing or unknown, an id given twice, a prompt too long."
     requests, seen, limit = workload.get("requests"), set[str](), config["max_model_len"] - 1
-    if not isinstance(requests, list):
-        raise ValueError("a workload needs 'requests': a list")
+    if not isinstance(requests, list) or not all(isinstance(r, dict) for r in requests):
+        raise ValueError("a workload needs 'requests': a list of objects")
     for i, r in enumerate(requests):
         if wrong := sorted(REQUEST_KEYS - set(r) or set(r) - REQUEST_KEYS - OPTIONAL_KEYS):
             raise ValueError(f"requests[{i}]: keys missing or unknown: {wrong}")
@@ -263,3 +269,21 @@ def trace_schedule(
 ) -> list[dict[str, Any]]:
     "All decisions of the scheduler for one workload. Raises ValueError for settings that are not covered."
     return list(ScheduleTrace(workload, free_queue, tables, hashes).lines())
+
+# %% ../nbs/07b_same_decisions.ipynb #1edffec6
+def print_traces(
+    source: str,  # a JSON file with a workload or a list of them; "-" is standard input
+    free_queue: bool = False,
+    tables: bool = False,
+    hashes: bool = False,
+) -> None:
+    "Prints all decisions for the workloads in a file, a JSON object per line. Raises ValueError before the first line."
+    text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    try:
+        loaded = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{source} is not valid JSON: {error}") from None
+    workloads = loaded if isinstance(loaded, list) else [loaded]
+    for trace in [ScheduleTrace(workload, free_queue, tables, hashes) for workload in workloads]:
+        for line in trace.lines():
+            print(json.dumps(line, separators=(",", ":")))

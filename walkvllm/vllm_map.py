@@ -22,7 +22,7 @@ from typing import Any
 
 # %% auto #0
 __all__ = ['Sources', 'members', 'open_sources', 'calls', 'signature', 'Finding', 'look_up', 'symbols', 'check_map',
-           'counts', 'report', 'map_command', 'decision_ledger']
+           'counts', 'report', 'map_command', 'decision_ledger', 'left_out']
 
 # %% ../nbs/18_in_vllm.ipynb #de7e859d
 class Sources:
@@ -45,7 +45,8 @@ class Sources:
         "The definition of a dotted name in a file."
         node: ast.AST | None = self.tree(path)
         for part in symbol.split("."):
-            node = next((n for name, n in members(node) if name == part and not _is_overload(n)), None) if node else None
+            if node is not None:
+                node = next((n for name, n in members(node) if name == part and not _is_overload(n)), None)
         return node
 
 # %% ../nbs/18_in_vllm.ipynb #96ac55b9
@@ -191,10 +192,15 @@ def _data(name: str) -> Any:
     return json.loads((files("walkvllm") / "data" / name).read_text(encoding="utf-8"))
 
 
+def _lines(name: str) -> list[dict[str, Any]]:
+    text = (files("walkvllm") / "data" / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
 def symbols() -> list[dict[str, Any]]:
-    "Every name of vLLM 0.22.0 that the project cites: the map's rows, and names that only a sentence mentions."
-    texts = [(files("walkvllm") / "data" / f).read_text(encoding="utf-8") for f in ("symbols.jsonl", "cited.jsonl")]
-    return [json.loads(line) for text in texts for line in text.splitlines() if line.strip()]
+    "Every name of vLLM 0.22.0 that the project cites: the map, names that only a sentence mentions, what is left out."
+    rows = _lines("symbols.jsonl") + _lines("cited.jsonl") + [r | {"page": "18b"} for r in _lines("left_out.jsonl")]
+    return list({(r["module"], r["symbol"]): r for r in reversed(rows)}.values())[::-1]
 
 
 def check_map(sources: Sources, rows: list[dict[str, Any]] | None = None) -> list[Finding]:
@@ -233,5 +239,9 @@ def map_command(args: argparse.Namespace) -> int:
 # %% ../nbs/18_in_vllm.ipynb #5333fea0
 def decision_ledger() -> list[dict[str, Any]]:
     "Differences on purpose between our scheduling decisions and vLLM 0.22.0's: what, there, here, why."
-    text = (files("walkvllm") / "data" / "ledger.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return _lines("ledger.jsonl")
+
+
+def left_out() -> list[dict[str, Any]]:
+    "What walkvllm leaves out of vLLM 0.22.0: what, where it is there, a sentence, an argument that is refused."
+    return _lines("left_out.jsonl")

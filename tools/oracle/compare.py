@@ -138,7 +138,10 @@ def main() -> int:
         args.seed = int(time.time()) % 100_000 if args.seed is None else args.seed
         given = make_workloads(args.count, args.seed, args.kind or list(KINDS))
     print("Loading vLLM 0.22.0 ...", flush=True)
-    import oracle.vllm_trace  # noqa: F401
+    try:
+        import oracle.vllm_trace  # noqa: F401
+    except ImportError as error:
+        sys.exit(f"vLLM cannot be imported: {error}\nUse make oracle. If that fails: rm -r .oracle, and again.")
 
     print(f"Comparing {len(given)} workloads" + ("" if args.file else f", seed {args.seed}"), flush=True)
     return 1 if compare(given, args.seed) else 0
