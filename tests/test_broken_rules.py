@@ -19,7 +19,7 @@ RULES: dict[str, tuple[str, str, str]] = {  # what is broken: module, the line a
     "eviction forgets the name": ("kv_cache", "            self.forget_name(block)\n            block.ref_cnt = 1", "            block.ref_cnt = 1"),
     "one token is left to compute": ("kv_cache", "(request.num_tokens - 1) // self.block_size]", "request.num_tokens // self.block_size]"),
     "a hit leaves the free queue": ("kv_cache", "            if block.ref_cnt == 0:\n                self.free_block_queue.remove(block)\n", ""),
-    "tokens in flight are not named": ("kv_cache", "min(num_computed + num_new_tokens, request.num_tokens))", "num_computed + num_new_tokens)"),
+    "tokens in flight are not named": ("kv_cache", "min(num_tokens, request.num_tokens))", "num_tokens)"),
     "names are chained": ("kv_cache", "parent = hashes[-1] if hashes else NONE_HASH", "parent = NONE_HASH"),
     "the salt is part of the name": ("kv_cache", '(request.cache_salt or "").encode()', 'b""'),
     "free hits count as needed": ("kv_cache", " + sum(hit.ref_cnt == 0 for hit in hits)", ""),
@@ -67,10 +67,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def red_test(copy: Path) -> str | None:
+def red_test(copy: Path, tests: list[str]) -> str | None:
     "The first test that fails in the copy, or None."
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "WALKVLLM_EXAMPLES": "60"}
-    for test in TESTS:
+    for test in tests:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
         try:
             run = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=180)
@@ -82,16 +82,21 @@ def red_test(copy: Path) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_broken_rule_is_noticed(copy: Path, rule: str) -> None:
-    module, right, wrong = RULES[rule]
+def break_rule(copy: Path, rule: str, broken: tuple[str, str, str], tests: list[str]) -> None:
+    "Breaks one line in the copy: some test must turn red."
+    module, right, wrong = broken
     file = copy / "walkvllm" / f"{module}.py"
     source = file.read_text(encoding="utf-8")
     assert source.count(right) == 1, f"the line of {rule!r} is not there, or not once"
     try:
         file.write_text(source.replace(right, wrong), encoding="utf-8")
-        found = red_test(copy)
+        found = red_test(copy, tests)
         print(found)
         assert found, f"nobody noticed that {rule!r} is broken"
     finally:
         file.write_text(source, encoding="utf-8")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_broken_rule_is_noticed(copy: Path, rule: str) -> None:
+    break_rule(copy, rule, RULES[rule], TESTS)

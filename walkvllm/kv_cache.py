@@ -45,7 +45,7 @@ class Request:
     __slots__ = (
         "all_token_ids", "arrival_time", "block_hasher", "block_hashes", "cache_salt", "is_prefill_chunk", "max_tokens",
         "num_cached_tokens", "num_computed_tokens", "num_output_placeholders", "num_preemptions", "num_prompt_tokens",
-        "priority", "request_id", "sampling_params", "skip_reading_prefix_cache", "status", "stop_reason",
+        "num_tokens", "priority", "request_id", "sampling_params", "skip_reading_prefix_cache", "status", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +65,7 @@ class Request:
         self.skip_reading_prefix_cache = bool(sampling_params.skip_reading_prefix_cache)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.all_token_ids = list(prompt_token_ids)  # prompt, then outputs
+        self.num_tokens = len(self.all_token_ids)  # prompt and output tokens whose ids are known
         self.num_computed_tokens = 0  # keys and values in the cache, or scheduled to be
         self.num_output_placeholders = 0  # tokens in flight: counted, but their ids are not known yet
         self.num_cached_tokens = -1  # prompt tokens found in the prefix cache; -1 until first scheduled
@@ -73,7 +74,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         self.block_hasher, self.block_hashes = block_hasher, list[bytes]()
-        self.update_block_hashes()
+        if block_hasher is not None:
+            block_hasher(self)
 
     @classmethod
     def from_engine_core_request(cls, r: EngineCoreRequest, block_hasher: BlockHasher | None) -> Request:
@@ -83,13 +85,8 @@ class Request:
         )
 
     @property
-    def num_tokens(self) -> int:
-        "Prompt and output tokens whose ids are known."
-        return len(self.all_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
-        return len(self.all_token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -98,9 +95,7 @@ class Request:
     def append_output_token_id(self, token_id: int) -> None:
         "Adds one sampled token, and the hash of the block that it fills, if it fills one."
         self.all_token_ids.append(token_id)
-        self.update_block_hashes()
-
-    def update_block_hashes(self) -> None:
+        self.num_tokens += 1
         if self.block_hasher is not None:
             self.block_hasher(self)
 
@@ -142,7 +137,7 @@ class BlockHasher:
     def __call__(self, request: Request) -> None:
         size, hashes = self.block_size, request.block_hashes
         start = len(hashes) * size
-        while start + size <= len(request.all_token_ids):
+        while start + size <= request.num_tokens:
             salt = (request.cache_salt or "").encode() if start == 0 else b""
             parent = hashes[-1] if hashes else NONE_HASH
             tokens = request.all_token_ids[start : start + size]
@@ -333,14 +328,12 @@ class BlockTables:
 
     def get_num_common_prefix_blocks(self, request_id: str) -> int:
         "How many of the first blocks of `request_id` are held by every request that holds any (0 without caching)."
+        table, num_holders = self.req_to_blocks[request_id], len(self.req_to_blocks)
         if not self.enable_caching:
             return 0
-        count = 0
-        for block in self.req_to_blocks[request_id]:
-            if block.ref_cnt != len(self.req_to_blocks):
-                break
-            count += 1
-        return count
+        if num_holders == 1:
+            return len(table)  # alone: its whole table, however long, without a look at it
+        return next((i for i, block in enumerate(table) if block.ref_cnt != num_holders), len(table))
 
 # %% ../nbs/06_blocks.ipynb #7821a56c
 class KVCacheManager(BlockTables):
@@ -353,11 +346,11 @@ class KVCacheManager(BlockTables):
         hits: Sequence[KVCacheBlock] = (),  # from get_computed_blocks, at a request's admission only
     ) -> list[KVCacheBlock] | None:
         "Room for `num_new_tokens` more tokens. Returns the new blocks (without hits), or None if there are too few."
-        num_computed = request.num_computed_tokens + len(hits) * self.block_size
-        num_tokens = min(num_computed + num_new_tokens, self.max_model_len)
+        num_tokens = request.num_computed_tokens + len(hits) * self.block_size + num_new_tokens
         table = self.req_to_blocks.get(request.request_id, [])
-        num_new_blocks = max(cdiv(num_tokens, self.block_size) - len(table) - len(hits), 0)
-        if num_new_blocks or hits:
+        num_new_blocks = cdiv(num_tokens, self.block_size) - len(table) - len(hits)
+        new_blocks: list[KVCacheBlock] = []
+        if num_new_blocks > 0 or hits:
             if self.num_blocks_to_take(request, num_tokens, hits) > self.block_pool.get_num_free_blocks():
                 return None
             self.block_pool.touch(hits)
@@ -366,10 +359,8 @@ class KVCacheManager(BlockTables):
             self.req_to_blocks[request.request_id] = table
             if hits:
                 self.num_cached_blocks[request.request_id] = len(hits)
-        else:
-            new_blocks = []
         # only tokens whose ids are known can be named; a token in flight cannot
-        self.cache_blocks(request, min(num_computed + num_new_tokens, request.num_tokens))
+        self.cache_blocks(request, min(num_tokens, request.num_tokens))
         return new_blocks
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:

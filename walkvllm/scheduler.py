@@ -285,7 +285,7 @@ def make_work_order(scheduler: Scheduler, plan: StepPlan) -> SchedulerOutput:
         req_ids=[r.request_id for r in continued],
         resumed_req_ids={r.request_id for r in plan.resumed},
         all_token_ids={r.request_id: list(r.all_token_ids) for r in plan.resumed},
-        new_block_ids=[block_ids(plan.new_blocks[r.request_id]) for r in continued],
+        new_block_ids=[block_ids(blocks) if (blocks := plan.new_blocks[r.request_id]) else [] for r in continued],
         num_computed_tokens=[r.num_computed_tokens for r in continued],
         num_output_tokens=[r.num_output_tokens + r.num_output_placeholders for r in continued],
     )

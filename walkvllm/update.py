@@ -47,8 +47,8 @@ def free_request(scheduler: Scheduler, request: Request) -> None:
 def finish_requests(scheduler: Scheduler, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
     "Ends requests from outside, such as an abort. Skips unknown and finished ids. Returns the ids that were ended."
     ending = [r for i in dict.fromkeys(request_ids) if (r := scheduler.requests.get(i)) is not None]
-    if any(r.status == RequestStatus.RUNNING for r in ending):
-        scheduler.running = [r for r in scheduler.running if r not in ending]
+    if running := {id(r) for r in ending if r.status == RequestStatus.RUNNING}:
+        scheduler.running = [r for r in scheduler.running if id(r) not in running]
     scheduler.waiting.remove([r for r in ending if r.status != RequestStatus.RUNNING])
     for request in ending:
         request.status = status
@@ -83,7 +83,7 @@ def update_from_output(scheduler: Scheduler, work: SchedulerOutput, sampled: Mod
                 EngineCoreOutput(
                     request_id,
                     new_token_ids,
-                    FINISH_REASONS.get(request.status),
+                    FINISH_REASONS[request.status] if stopped else None,
                     request.stop_reason,
                     max(request.num_cached_tokens, 0),
                     sampled.logprobs.get(request_id),
@@ -91,6 +91,8 @@ def update_from_output(scheduler: Scheduler, work: SchedulerOutput, sampled: Mod
                 )
             )
     if ended:
-        scheduler.running = [r for r in scheduler.running if id(r) not in ended]
-        scheduler.waiting.remove_ids(ended)  # a preempted request can be ended by a token that was in flight
+        still_running = [r for r in scheduler.running if id(r) not in ended]
+        if len(scheduler.running) - len(still_running) < len(ended):
+            scheduler.waiting.remove_ids(ended)  # preempted, and then ended by a token that was in flight
+        scheduler.running = still_running
     return EngineCoreOutputs(outputs)
