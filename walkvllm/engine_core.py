@@ -54,6 +54,7 @@ class EngineCore:
         "Ends everything after a torn step. Blocks may have names for tokens that were never computed: forgets all."
         self.abort_requests(list(self.scheduler.requests))
         self.batch_queue.clear()
+        self.scheduler.launched.clear()
         self.model_runner.abandon_step()
         self.reset_prefix_cache()
 

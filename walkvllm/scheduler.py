@@ -108,6 +108,7 @@ class Scheduler:
         self.waiting: RequestQueue = PriorityRequestQueue() if config.policy == "priority" else FCFSRequestQueue()
         self.running: list[Request] = []  # in the order of their admission
         self.finished_req_ids: set[str] = set()  # since the last work order
+        self.launched: dict[int, list[Request]] = {}  # by work order: whom it serves, for an id can change hands
 
     def add_request(self, request: Request) -> None:
         "Queues `request`. Raises ValueError if its id is in use."
@@ -129,13 +130,13 @@ class Scheduler:
         else:
             plan.admission_stopped = "preemption"
         work = make_work_order(self, plan)
+        self.launched[id(work)] = [self.requests[i] for i in work.num_scheduled_tokens]
         self.after_schedule(work)
         return work
 
     def after_schedule(self, work: SchedulerOutput) -> None:
         "Counts the scheduled tokens as computed, before the model has run: the next step may be planned at once."
-        for request_id, num_tokens in work.num_scheduled_tokens.items():
-            request = self.requests[request_id]
+        for request, num_tokens in zip(self.launched[id(work)], work.num_scheduled_tokens.values(), strict=True):
             request.num_computed_tokens += num_tokens
             request.is_prefill_chunk = (
                 request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
@@ -317,8 +318,7 @@ class AsyncScheduler(Scheduler):
 
     def after_schedule(self, work: SchedulerOutput) -> None:
         super().after_schedule(work)
-        for request_id in work.num_scheduled_tokens:
-            request = self.requests[request_id]
+        for request in self.launched[id(work)]:
             if not request.is_prefill_chunk:
                 request.num_output_placeholders += 1
 

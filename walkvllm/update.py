@@ -70,9 +70,9 @@ def update_from_output(scheduler: Scheduler, work: SchedulerOutput, sampled: Mod
     outputs: list[EngineCoreOutput] = []
     ended: set[int] = set()
     tokens_of = dict(zip(sampled.req_ids, sampled.sampled_token_ids, strict=True))
-    for request_id in work.num_scheduled_tokens:
-        request = scheduler.requests.get(request_id)
-        if request is None or not (new_token_ids := tokens_of[request_id]):
+    for request in scheduler.launched.pop(id(work)):
+        request_id = request.request_id
+        if request.is_finished or not (new_token_ids := tokens_of[request_id]):
             continue  # aborted since the step was launched, or its prefill goes on
         new_token_ids, stopped = scheduler.append_tokens(request, new_token_ids)
         if stopped:
