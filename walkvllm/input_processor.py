@@ -240,8 +240,11 @@ class InputProcessor:
 
     def complete(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         "`params` with what the model and its tokenizer know: the longest answer, what ends it, the ids of bad words."
+        room = self.config.model_config.max_model_len - prompt_len
+        if params.min_tokens > room:  # it could never stop
+            raise ValueError(f"min_tokens={params.min_tokens} must be at most {room}: max_model_len less the prompt")
         if params.max_tokens is None:
-            params.max_tokens = self.config.model_config.max_model_len - prompt_len
+            params.max_tokens = room
         params.update_from_generation_config(self.generation_config, self.eos_token_id)
         if self.tokenizer is not None:
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
