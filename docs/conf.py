@@ -43,7 +43,7 @@ exclude_patterns = ["_extra/**"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"top_of_page_buttons": []}
-pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
+pygments_style, pygments_dark_style = "github-light-high-contrast", "github-dark"
 
 
 def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:

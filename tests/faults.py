@@ -384,6 +384,12 @@ with started() as made:
     client = SyncMPClient(config())
 if sys.argv[1] != "start-up":
     print(client.child.process.pid, client.child.directory, flush=True)
+if sys.argv[1] == "a fork of it lives":
+    import os, time
+    if os.fork() == 0:
+        os.close(1)
+        time.sleep(8)
+        os._exit(0)
 n = 0
 while True:
     if sys.argv[1] == "idle":
@@ -432,6 +438,7 @@ FAULTS: dict[str, Callable[[random.Random], Row]] = {
     "caller killed at start": lambda rng: caller_dies("start-up", rng),
     "caller killed while waiting": lambda rng: caller_dies("it waits", rng),
     "caller killed while idle": lambda rng: caller_dies("idle", rng),
+    "caller killed, its fork not": lambda rng: caller_dies("a fork of it lives", rng),
 }
 LIMITS = {"SIGKILL to the caller": 5.0}  # seconds; 2 for everything else
 

@@ -761,8 +761,15 @@ def test_steps_of_an_engine_with_nothing_to_do(llm: LLM) -> None:
     assert llm.llm_engine.step() == []
 
 
-def test_engine_from_args_in_its_own_process() -> None:
-    engine = LLMEngine.from_engine_args(EngineArgs(**SMALL), multiprocess=True)
+def test_a_process_of_its_own_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "yes")
+    with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING='yes' must be 0 or 1"):
+        LLM(**SMALL)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with LLM(**SMALL) as llm:
+        assert llm.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    engine = LLMEngine.from_engine_args(EngineArgs(**SMALL))
     pid = engine.engine_core.child.process.pid
     engine.add_request("a", PROMPTS[0], GREEDY)
     done = []

@@ -43,10 +43,13 @@ PLAIN_REPR = _pretty is repr  # then text/plain may differ in its line breaks fr
 def prepare() -> None:
     """Sets the environment that cells run in: one torch thread, Triton's interpreter where there is no CUDA.
 
+    The engine core stays in the page's own process, where it can be looked at, unless a cell says otherwise.
+
     Call it before torch or triton are imported.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if not has_cuda():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -176,8 +176,8 @@ def _code(cell: dict[str, Any], source: str, marks: dict[str, str], stem: str, t
 
 
 def _only_imports(text: str) -> bool:
-    """Whether a cell only imports, so that it can be folded away."""
-    body = ast.parse(text, mode="exec").body if text.strip() else []
+    """Whether a cell only imports, and perhaps names a logger, so that it can be folded away."""
+    body = [n for n in ast.parse(text).body if not ast.unparse(n).startswith("logger = ")]
     return bool(body) and all(isinstance(n, ast.Import | ast.ImportFrom) or isinstance(n, ast.If)
                               and "TYPE_CHECKING" in ast.dump(n.test) for n in body)
 
@@ -229,8 +229,8 @@ def _walk() -> str:
     outputs = [o for c in cells.read(pages.notebook("16b_command_line"))["cells"] for o in c.get("outputs", [])]
     text = next("".join(o["text"]) for o in outputs if "The requests come in" in "".join(o.get("text", "")))
     lines = "\n".join(line or " " for line in html.escape(text).rstrip().splitlines())  # no blank line: one HTML block
-    return ('<div class="walk" id="walk"><p>What <code>make walk</code> prints, from the first message to the last '
-            f'block:</p>\n<pre tabindex="0">{lines}</pre></div>')
+    return ('<div class="walk" id="walk"><p>What <code>make walk</code> prints, shortened: from the first '
+            f'message to the last block:</p>\n<pre tabindex="0">{lines}</pre></div>')
 
 
 # ---- the reference ----

@@ -122,7 +122,7 @@ def generate(args: argparse.Namespace) -> None:
 
     params = SamplingParams(**{"max_tokens": 256, "temperature": 0.0} | _given(args, _SAMPLING))
     texts = [sys.stdin.read().rstrip("\n") if p == "-" else p for p in args.prompt]
-    llm = LLM(args.model, **_given(args, _ENGINE))
+    llm = LLM(args.model, multiprocess=False, **_given(args, _ENGINE))  # a second process would not pay for one answer
     if len(texts) == 1:
         prompt = _chat(llm, texts[0]) if args.chat else texts[0]
         for piece in _pieces(llm, prompt, params):
@@ -161,7 +161,7 @@ def _what_walks(args: argparse.Namespace) -> tuple[LLM, list[str], list[str], li
     }
     names = [f"r{i}" for i in range(1, len(prompts) + 1)]
     params = [SamplingParams(**{"temperature": 0.0, "max_tokens": 24} | asked)] * len(prompts)
-    return LLM(args.model, **small | settings), names, prompts, params
+    return LLM(args.model, multiprocess=False, **small | settings), names, prompts, params
 
 # %% ../nbs/16b_command_line.ipynb #c1e10950
 class Ink:

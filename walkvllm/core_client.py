@@ -113,7 +113,7 @@ def wants_process(multiprocess: bool | None) -> bool:
     if not switch and find_spec("zmq") is None:
         logger.warning("there is no pyzmq: the engine core stays in this process")
         return False
-    return switch == "1"
+    return switch != "0"
 
 
 def make_client(config: VllmConfig, multiprocess: bool | None = None) -> EngineCoreClient:

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'MAIN', 'INPUT', 'OUTPUT', 'EngineCoreProc', 'process_input_queue', 'process_engine_step',
-           'handle_client_request', 'answer', 'process_input_socket', 'refuse', 'process_output_socket', 'guarded',
-           'noted_step', 'start_core', 'run_engine_core', 'finish', 'watch_caller', 'remove_sockets', 'take_pipes',
-           'main']
+__all__ = ['logger', 'MAIN', 'INPUT', 'OUTPUT', 'LINGER', 'EngineCoreProc', 'process_input_queue',
+           'process_engine_step', 'handle_client_request', 'answer', 'process_input_socket', 'refuse',
+           'process_output_socket', 'guarded', 'noted_step', 'start_core', 'run_engine_core', 'finish', 'watch_caller',
+           'remove_sockets', 'take_pipes', 'main']
 
 # %% ../nbs/04c_core_process.ipynb #fbd8c02b
 class EngineCoreProc:
@@ -108,6 +108,7 @@ class EngineCoreProc:
 
 # %% ../nbs/04c_core_process.ipynb #d08bf21e
 MAIN, INPUT, OUTPUT = "core: main thread", "core: input thread", "core: output thread"
+LINGER = 2000  # milliseconds for the last message to get out
 
 
 def process_input_queue(proc: EngineCoreProc) -> None:
@@ -203,7 +204,7 @@ def process_output_socket(proc: EngineCoreProc) -> None:
         if kind is Kind.OUTPUTS:
             facts = {"bytes": len(frames[1]), "requests": [o.request_id for o in record.outputs]}
             proc.note(OUTPUT, "04", "outputs encoded", began, facts, step)
-    proc.output_socket.close(linger=2000)  # milliseconds for the last message
+    proc.output_socket.close(linger=LINGER)
 
 
 def guarded(work: Callable[[EngineCoreProc], None], proc: EngineCoreProc) -> None:
@@ -211,6 +212,9 @@ def guarded(work: Callable[[EngineCoreProc], None], proc: EngineCoreProc) -> Non
     try:
         work(proc)
     except Exception as error:
+        if proc.stopping:  # the sockets are being closed, and the input thread is woken by that
+            proc.input_socket.close(linger=0)
+            return
         logger.exception("a thread of the engine core has died")
         if work is process_output_socket:
             os._exit(1)  # nobody can be told
@@ -231,7 +235,7 @@ def noted_step(proc: EngineCoreProc) -> EngineCoreOutputs:
         except StopIteration as end:
             return end.value
         logits = stop.objects.get("logits")
-        arrays = {} if logits is None else {"logits": logits.float().cpu().numpy()}
+        arrays = {} if logits is None else {"logits": logits.float().cpu().numpy().copy()}
         proc.note(MAIN, stop.page, stop.name, began, stop.facts, arrays=arrays)
         began = time.perf_counter()
 
@@ -264,14 +268,16 @@ def run_engine_core(directory: Path) -> int:
         proc = EngineCoreProc(start_core(init), input_socket, output_socket)
     except Exception as error:
         input_socket.send_multipart(pack(Kind.FAILED, write_down(error)))
-        input_socket.close(linger=2000)
+        context.destroy(linger=LINGER)
         return 1
     signal.signal(signal.SIGTERM, lambda signum, frame: proc.stop())
     model, cache = init.config.model_config, init.config.cache_config
     ready = Ready(cache.num_gpu_blocks, model.max_model_len, str(proc.core.model_runner.device), received)
     input_socket.send_multipart(pack(Kind.READY, ready))
     proc.start()
-    return finish(proc)
+    code = finish(proc)
+    context.term()  # not before the last word is out
+    return code
 
 
 def finish(proc: EngineCoreProc) -> int:
@@ -282,6 +288,7 @@ def finish(proc: EngineCoreProc) -> int:
     except Exception as error:
         logger.exception("the engine core ends")
         last_word, code = write_down(error), 1
+    proc.stopping = True
     proc.send(Kind.DEAD, last_word)
     proc.output_queue.put(None)
     proc.output_thread.join(timeout=5)

@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 # %% auto #0
-__all__ = ['Sources', 'members', 'open_sources', 'calls', 'signature', 'Finding', 'look_up', 'symbols', 'check_map',
-           'counts', 'report', 'map_command', 'decision_ledger', 'left_out']
+__all__ = ['Sources', 'members', 'open_sources', 'calls', 'signature', 'Finding', 'look_up', 'symbols', 'read_drift',
+           'check_map', 'counts', 'report', 'map_command', 'decision_ledger', 'left_out']
 
 # %% ../nbs/18_in_vllm.ipynb #de7e859d
 class Sources:
@@ -201,6 +201,12 @@ def symbols() -> list[dict[str, Any]]:
     "Every name of vLLM 0.22.0 that the project cites: the map, names that only a sentence mentions, what is left out."
     rows = _lines("symbols.jsonl") + _lines("cited.jsonl") + [r | {"page": "18b"} for r in _lines("left_out.jsonl")]
     return list({(r["module"], r["symbol"]): r for r in reversed(rows)}.values())[::-1]
+
+
+def read_drift() -> dict[str, Any]:
+    "What became of the map's names between two versions: from, to, date, read, counts, and the findings that changed."
+    drift: dict[str, Any] = _data("drift.json")
+    return drift
 
 
 def check_map(sources: Sources, rows: list[dict[str, Any]] | None = None) -> list[Finding]:
