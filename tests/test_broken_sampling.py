@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_broken_rules import break_rule, copy  # noqa: F401
+from test_broken_rules import break_rule, copy, red_test  # noqa: F401
 
 pytestmark = pytest.mark.long
 
@@ -79,6 +79,10 @@ TESTS = [
     "tests/test_same_sampling.py", "tests/test_sampling_properties.py", "nbs/13c_columns.ipynb", "nbs/13d_logprobs.ipynb",
     "nbs/15b_answers.ipynb", "nbs/13b_processors.ipynb", "nbs/13_sampling.ipynb", "nbs/15_output.ipynb", "tests/test_llm_api.py",
 ]  # fmt: skip
+
+
+def test_nothing_is_noticed_where_nothing_is_broken(copy: Path) -> None:  # noqa: F811
+    assert red_test(copy, TESTS) is None
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -75,9 +75,10 @@ def fixed_processing(asking: dict[int, SamplingParams], vocab_size: int, device:
     biases = [(i, token_id) for i, p in asking.items() for token_id in p.logit_bias or {}]
     values = [value for p in asking.values() for value in (p.logit_bias or {}).values()]
     where = torch.tensor(biases, dtype=torch.int64, device=device)  # [N, 2]
+    added = torch.tensor(values, dtype=torch.float32, device=device)
     return Processing(
         allowed=(torch.tensor(list(allowed), device=device), forbidden.to(device)) if allowed else None,
-        bias=((where[:, 0], where[:, 1]), torch.tensor(values, device=device)) if biases else None,
+        bias=((where[:, 0], where[:, 1]), added) if biases else None,
     )
 
 # %% ../nbs/13c_columns.ipynb #cc616156

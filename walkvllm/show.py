@@ -477,7 +477,7 @@ class Explorer:
         from IPython.display import display
 
         try:
-            import ipywidgets  # type: ignore[import-untyped]
+            import ipywidgets
         except ImportError:
             display(self.first)
             return
