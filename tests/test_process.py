@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -609,9 +609,36 @@ def test_a_loop_that_ends_and_another_one(async_engine: AsyncLLM) -> None:
             break
 
     for _ in range(3):
-        assert asyncio.run(one()) == answers()[0]
-        asyncio.run(left())
+        assert run_loop(one()) == answers()[0]
+        run_loop(left())
     assert not async_engine.collectors
+
+
+def test_nobody_takes_the_wake_up_of_who_waits(async_engine: AsyncLLM) -> None:
+    """Answers arrive although other tasks look whether the core is alive all the time."""
+
+    async def main() -> None:
+        done = False
+
+        async def looks() -> None:
+            while not done:
+                for _ in range(20):
+                    await async_engine.check_health()
+                await asyncio.sleep(0)
+
+        looking = asyncio.ensure_future(looks())
+        for _ in range(300):
+            await async_engine.stats()
+        [o async for o in async_engine.generate(PROMPTS[0], LONG, "a")]
+        done = True
+        await looking
+
+    run_loop(main())
+
+
+def run_loop(work: Coroutine[Any, Any, Any]) -> Any:
+    """asyncio.run(), but not for ever."""
+    return asyncio.run(asyncio.wait_for(work, 120))
 
 
 def test_two_loops_at_once_are_refused(async_engine: AsyncLLM) -> None:
@@ -630,7 +657,7 @@ def test_two_loops_at_once_are_refused(async_engine: AsyncLLM) -> None:
         assert "another event loop" in str(errors[0])
         await stream.aclose()
 
-    asyncio.run(main())
+    run_loop(main())
 
 
 def test_tasks_that_come_and_go(async_engine: AsyncLLM) -> None:
@@ -667,7 +694,7 @@ def test_tasks_that_come_and_go(async_engine: AsyncLLM) -> None:
         assert stats.num_free_blocks == stats.num_blocks and not async_engine.collectors
         return seen
 
-    seen = asyncio.run(main())
+    seen = run_loop(main())
     assert len(seen) == 5 and all(len(answers) == 1 for answers in seen.values())
 
 
@@ -683,7 +710,7 @@ def test_a_consumer_that_blocks_holds_up_nobody(async_engine: AsyncLLM) -> None:
             output = await collector.get()
             assert output.finished and output.outputs[0] == last.outputs[0]
 
-    asyncio.run(main())
+    run_loop(main())
 
 
 def test_shutdown_wakes_who_waits() -> None:
@@ -706,7 +733,7 @@ def test_shutdown_wakes_who_waits() -> None:
         assert left_behind(process.pid, directory) == "nothing"
         return results
 
-    for result in asyncio.run(main()):
+    for result in run_loop(main()):
         assert isinstance(result, RuntimeError) and "shut down" in str(result)
 
 
@@ -718,7 +745,7 @@ def test_a_dropped_async_engine_ends() -> None:
             break
         return child.process.pid, child.directory
 
-    pid, directory = asyncio.run(main())
+    pid, directory = run_loop(main())
     gc.collect()
     assert left_behind(pid, directory) == "nothing"
 

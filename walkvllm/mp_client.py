@@ -101,13 +101,14 @@ class CoreProcess:
             raise
         assert self.process.stdout is not None
         self.pipe = self.process.stdout.fileno()  # nothing is ever written to it: it closes when the child ends
-        self.poller = zmq.Poller()
+        self.poller, self.pipe_poller = zmq.Poller(), zmq.Poller()
         for what in (self.output_socket, self.pipe):
             self.poller.register(what, zmq.POLLIN)
+        self.pipe_poller.register(self.pipe, zmq.POLLIN)
 
     def ended(self) -> bool:
         "Whether the child has closed its pipe, as it does when it ends, however it ends."
-        return any(what == self.pipe for what, _ in self.poller.poll(0))
+        return bool(self.pipe_poller.poll(0))  # the socket is not asked: that would take the wake-up from who waits
 
     def cause(self) -> str:
         "How the child ended, as far as the system knows."
