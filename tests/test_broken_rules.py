@@ -47,6 +47,7 @@ RULES: dict[str, tuple[str, str, str]] = {  # what is broken: module, the line a
     "no step beyond max_tokens in flight": ("scheduler", "    if in_flight and request", "    if False and request"),
     "placeholders for those who caught up": ("scheduler", "            if not request.is_prefill_chunk:\n", "            if True:\n"),
     "placeholders go when tokens come": ("scheduler", "        request.num_output_placeholders -= len(token_ids)\n", ""),
+    "a block with a token in flight has no name yet": ("scheduler", "known = request.num_computed_tokens - request.num_output_placeholders", "known = request.num_computed_tokens"),
     "blocks go home": ("update", "    scheduler.kv_cache_manager.free(request)\n", ""),
     "the runner is told": ("update", "    scheduler.finished_req_ids.add(request.request_id)\n", ""),
     "EOS before length": ("update", "    if last == params.eos_token_id:", "    if last == params.eos_token_id and num_output_tokens < request.max_tokens:"),

@@ -395,8 +395,7 @@ class AsyncMPClient(MPClient):
     async def get_output_async(self) -> EngineCoreOutputs:
         "What a step has brought, when it comes."
         while not self.pending:
-            # Not longer than 50 ms: whoever else looks at the socket in between can take the wake-up away.
-            if self.child.closed or self.child.poller.poll(0) or await self.poller.poll(50):
+            if self.child.closed or self.child.poller.poll(0) or await self.poller.poll():
                 kind, record = self.receive()  # does not wait now
                 if kind is Kind.OUTPUTS:
                     self.pending.append(record)
