@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # a shell starts background jobs with SIGINT ignored, and Python then has no KeyboardInterrupt: some tests need one
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cells.prepare()
     for flag, what in ALL_FLAGS.items():
         config.addinivalue_line("markers", f"{flag}: {what}")
