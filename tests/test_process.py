@@ -372,7 +372,6 @@ def test_faults_many_times() -> None:
     gc.collect()
     if before:
         assert len(os.listdir("/proc/self/fd")) <= before + 12, "files are left open"
-    assert not list(Path(tempfile.gettempdir()).glob("walkvllm-*")) or os.environ.get("PYTEST_XDIST_WORKER")
     if where := os.environ.get("WALKVLLM_FAULT_TABLE"):
         content = {"machine": f"{sys.platform}, {os.cpu_count()} cores, Python {sys.version.split()[0]}",
                    "date": date.today().isoformat(), "rows": faults.table(rows)}  # fmt: skip
