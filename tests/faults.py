@@ -326,7 +326,7 @@ def garbage_in(rng: random.Random) -> Row:
             client.child.input_socket.send_multipart([client.child.identity, *garbage(rng)])
 
     answers_right(client, disturb)
-    return Row("garbage to the core", "it works", "its answers, and no error", 0.0, "nothing")
+    return Row("garbage to the core", "it works", "the right answers, and no error", 0.0, "nothing")
 
 
 def garbage_out(rng: random.Random) -> Row:
@@ -342,7 +342,7 @@ def garbage_out(rng: random.Random) -> Row:
 
     answers_right(client, disturb)
     push.close(linger=0)
-    return Row("garbage to the caller", "it waits", "the answers, and no error", 0.0, "nothing")
+    return Row("garbage to the caller", "it waits", "the right answers, and no error", 0.0, "nothing")
 
 
 def interrupted_core(rng: random.Random) -> Row:
@@ -354,7 +354,7 @@ def interrupted_core(rng: random.Random) -> Row:
             os.kill(client.child.process.pid, signal.SIGINT)
 
     answers_right(client, disturb)
-    return Row("SIGINT to the core", "it works", "its answers, and no error", 0.0, "nothing")
+    return Row("SIGINT to the core", "it works", "the right answers, and no error", 0.0, "nothing")
 
 
 def sockets_removed(rng: random.Random) -> Row:
@@ -366,7 +366,7 @@ def sockets_removed(rng: random.Random) -> Row:
     directory.rmdir()
     answers_right(client, lambda: None)
     client.shutdown()
-    return Row("socket files removed", "it works", "its answers, and no error", 0.0, left_behind(pid, directory))
+    return Row("socket files removed", "it works", "the right answers, and no error", 0.0, left_behind(pid, directory))
 
 
 # ---- a caller that dies ----

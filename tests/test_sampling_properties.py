@@ -257,3 +257,54 @@ def calls(rows: int, wish: dict[str, Any]) -> int:
 def test_no_loop_over_requests(wish: dict[str, Any]) -> None:
     "A step of 200 rows calls as many functions as a step of 2: whatever is done is done to all rows at once."
     assert calls(200, wish) == calls(2, wish)
+
+
+# ---- edges, at the modules themselves (the pages test the same code in their own cells) ----
+
+
+def test_top_p_keeps_the_likeliest() -> None:
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
+    meta = ask_sampler([SamplingParams(top_p=1e-9)] * 5, 30)
+    assert torch.equal(Sampler().forward(logits, meta).sampled_token_ids, logits.argmax(-1))
+
+
+def test_of_equal_tokens_the_lower_id_comes_first() -> None:
+    from walkvllm.logprobs import likeliest
+
+    assert likeliest(torch.tensor([[1.0, -2.0, 1.0, -2.0, 0.5]]), 5).tolist() == [[0, 2, 4, 1, 3]]
+
+
+def test_a_bad_word_that_begins_in_the_prompt_is_not_seen() -> None:
+    from walkvllm.logits_processors import BadWords
+
+    words, tokens = BadWords.of({0: [[7, 8], [9]]}), np.array([[1, 7, 0]])
+    assert words.about_to_be_said(tokens, np.array([2]), np.array([2])).tolist() == [False, True]
+    assert words.about_to_be_said(tokens, np.array([1]), np.array([2])).tolist() == [True, True]
+
+
+def test_the_first_word_keeps_its_space() -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import Metaspace
+    from tokenizers.models import WordLevel
+
+    from walkvllm.detokenizer import TextStream
+
+    words = Tokenizer(WordLevel({"▁the": 0, "▁fox": 1}, unk_token="▁the"))
+    words.decoder = Metaspace()
+    assert TextStream(words, [0], skip_special_tokens=True).step(1) == " fox"
+
+
+def test_what_a_stop_string_says_and_whom_it_tells() -> None:
+    "It wins over the length, and the core hears of it only if it does not know yet that the request has ended."
+    from walkvllm.input_processor import load_tokenizer
+    from walkvllm.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+    from walkvllm.output_processor import OutputProcessor
+
+    tokenizer = load_tokenizer(MODEL)
+    ids = tokenizer.encode("the fox").ids
+    for reason, told in ((FinishReason.LENGTH, []), (None, ["r"])):
+        processor = OutputProcessor(tokenizer)
+        processor.add_request(EngineCoreRequest("r", [5], SamplingParams(stop=["fox"]), 0.0), None)
+        (output,), to_abort = processor.process_outputs([EngineCoreOutput("r", ids, reason)])
+        answer = output.outputs[0]
+        assert (answer.text, answer.finish_reason, answer.stop_reason, to_abort) == ("the ", "stop", "fox", told)
