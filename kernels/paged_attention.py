@@ -14,8 +14,8 @@ from walkvllm.kernels import tl, triton
 from walkvllm.kernels.paged_write import token_rows
 
 # %% auto #0
-__all__ = ['find_request', 'find_slots', 'load_keys', 'softmax_round', 'paged_attention_kernel', 'reduce_splits_kernel',
-           'ReadConfig', 'pick_config', 'read_triton']
+__all__ = ['TILES', 'find_request', 'find_slots', 'load_keys', 'softmax_round', 'cap_scores', 'paged_attention_kernel',
+           'reduce_splits_kernel', 'ReadConfig', 'pick_config', 'read_triton']
 
 # %% ../nbs/kernels/11a_paged_attention.ipynb #648f4b67
 @triton.jit
@@ -75,19 +75,29 @@ def softmax_round(
 
 # %% ../nbs/kernels/11a_paged_attention.ipynb #ce261cec
 @triton.jit
+def cap_scores(scores: tl.tensor, SOFT_CAP: tl.constexpr) -> tl.tensor:
+    """Scores to the base 2, none above SOFT_CAP if there is one."""
+    if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), right also where exp is infinite
+        scores = SOFT_CAP - 2 * SOFT_CAP / (1 + tl.exp2(scores * (2.8853900817779268 / SOFT_CAP)))
+    return scores * 1.4426950408889634  # log2(e)
+
+# %% ../nbs/kernels/11a_paged_attention.ipynb #47d23308
+@triton.jit(do_not_specialize=["num_reqs", "table_stride", "num_splits"])  # they change from step to step
 def paged_attention_kernel(
     out_ptr: tl.tensor, query_ptr: tl.tensor,  # [T, H, D], the numbers of one token in a row
-    part_acc_ptr: tl.tensor, part_peak_ptr: tl.tensor, part_total_ptr: tl.tensor,  # [T, H, NUM_SPLITS(, D)] float32
+    part_acc_ptr: tl.tensor, part_peak_ptr: tl.tensor, part_total_ptr: tl.tensor,  # [T, H, num_splits(, D)] float32
     k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor,  # [slots, KVH, D]
     block_table_ptr: tl.tensor, seq_lens_ptr: tl.tensor, query_start_loc_ptr: tl.tensor,  # [R, blocks], [R], [R + 1]
     num_reqs: int, scale: float,
     query_stride: int, table_stride: int,  # from token to token, from request to request
+    num_splits: int,  # programs that share the keys
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # GROUP query heads share a KV head
     HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,  # DIM_TILE: the power of two, 16 or more, that holds HEAD_DIM
     BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,  # query tokens a tile; its rows: BLOCK_Q * GROUP, rounded up
     TILE_N: tl.constexpr,  # keys a round
-    NUM_SPLITS: tl.constexpr,  # programs that share the keys
+    SPLIT: tl.constexpr,  # store sums for `reduce_splits_kernel`, not answers
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,  # 0: a token sees all before it; a score may be of any size
     WIDEN: tl.constexpr,  # compute in float32: the interpreter would multiply the bit patterns of bfloat16
 ) -> None:
     """One program attends for BLOCK_Q tokens of one request and the GROUP query heads of one KV head."""
@@ -110,26 +120,30 @@ def paged_attention_kernel(
         q = q.to(tl.float32)
 
     num_keys = context + tl.minimum(first + BLOCK_Q, query_len)  # no row sees a key behind the tile's last real token
-    rounds = tl.cdiv(num_keys, TILE_N)
-    rounds_each = tl.cdiv(rounds, NUM_SPLITS)
+    begin = tl.maximum(context + first - WINDOW + 1, 0) // TILE_N if WINDOW else 0  # in rounds, like end
+    end = tl.cdiv(num_keys, TILE_N)
+    rounds_each = tl.cdiv(end - begin, num_splits)
+    begin += split * rounds_each
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_TILE], tl.float32)
-    for i in range(split * rounds_each, tl.minimum((split + 1) * rounds_each, rounds)):
+    for i in range(begin, tl.minimum(begin + rounds_each, end)):
         position = i * TILE_N + tl.arange(0, TILE_N)
         key_ok = position < num_keys
         slot = find_slots(block_table_ptr, request, table_stride, position, key_ok, BLOCK_SIZE)
         k, v = load_keys(k_cache_ptr, v_cache_ptr, slot, key_ok, kv_head, KV_HEADS, HEAD_DIM, DIM_TILE, WIDEN)
-        scores = tl.dot(q, k, input_precision="ieee") * (scale * 1.4426950408889634)  # log2(e)
-        scores = tl.where(position[None, :] <= context + token[:, None], scores, float("-inf"))  # causal
+        scores = cap_scores(tl.dot(q, k, input_precision="ieee") * scale, SOFT_CAP)
+        behind = context + token[:, None] - position[None, :]  # how far the key lies behind the query
+        seen = (behind >= 0) & (behind < WINDOW) if WINDOW else behind >= 0  # causal
+        scores = tl.where(seen, scores, float("-inf"))
         peak, total, acc = softmax_round(peak, total, acc, scores, v)
 
     out_row = flat * (KV_HEADS * GROUP) + head
-    if NUM_SPLITS == 1:
+    if not SPLIT:
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_row[:, None] * HEAD_DIM + d[None, :], out, mask=ok)
     else:
-        part = out_row * NUM_SPLITS + split
+        part = out_row * num_splits + split
         tl.store(part_peak_ptr + part, peak, mask=row_ok)
         tl.store(part_total_ptr + part, total, mask=row_ok)
         tl.store(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=ok)
@@ -165,7 +179,19 @@ class ReadConfig:
     tile_n: int  # keys a round
     num_splits: int = 1  # programs that share the keys of one tile; a power of two
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 2  # rounds whose loads are under way at a time
+
+
+TILES = {  # (16 bits a number, a prompt, a head size above 128): rows, keys a round, warps, stages
+    (True, True, False): (64, 64, 8, 2),
+    (True, True, True): (32, 32, 4, 2),
+    (True, False, False): (16, 64, 4, 3),
+    (True, False, True): (16, 32, 4, 3),
+    (False, True, False): (16, 32, 8, 3),  # the matrix units do not take 32 bits, and its tiles fill the registers soon
+    (False, True, True): (16, 32, 8, 1),
+    (False, False, False): (16, 32, 8, 3),
+    (False, False, True): (16, 32, 8, 1),
+}
 
 
 def pick_config(num_reqs: int, max_query_len: int, max_seq_len: int, kv_heads: int, head_dim: int,
@@ -174,20 +200,16 @@ def pick_config(num_reqs: int, max_query_len: int, max_seq_len: int, kv_heads: i
     if device == "cpu":  # the interpreter pays for each operation, whatever its size
         return ReadConfig(block_m=64, tile_n=64)
     prompt = max_query_len > 1
-    if dtype == torch.float32:  # the matrix units do not take it, and its tiles fill the registers soon
-        block_m, tile_n, num_warps = 16, 32, 8
-    elif head_dim > 128:
-        block_m, tile_n, num_warps = 32 if prompt else 16, 32, 4
-    else:
-        block_m, tile_n, num_warps = (64, 64, 8) if prompt else (16, 64, 4)
+    block_m, tile_n, num_warps, num_stages = TILES[dtype.itemsize == 2, prompt, head_dim > 128]
     to_fill = 256 // (num_reqs * kv_heads)  # about two programs for each processor of a large GPU
     worth_it = max_seq_len // (4 * tile_n)  # with fewer rounds than four, merging costs more than it gains
     splits = 1 if prompt else 1 << max(0, min(to_fill, worth_it, 32).bit_length() - 1)
-    return ReadConfig(block_m, tile_n, splits, num_warps)
+    return ReadConfig(block_m, tile_n, splits, num_warps, num_stages)
 
 # %% ../nbs/kernels/11a_paged_attention.ipynb #9a08c690
 def read_triton(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-                scale: float, max_query_len: int, max_seq_len: int, config: ReadConfig | None = None) -> Tensor:
+                scale: float, max_query_len: int, max_seq_len: int, config: ReadConfig | None = None,
+                window: int = 0, soft_cap: float = 0.0) -> Tensor:
     """Does what `read_naive` does, in one launch, or two if keys are split.
 
     max_query_len and max_seq_len are known on the host, so that nothing here waits for the device.
@@ -200,7 +222,7 @@ def read_triton(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: 
     group, splits = heads // kv_heads, cfg.num_splits
     block_m = max(cfg.block_m, triton.next_power_of_2(group))
     block_q = block_m // group
-    dims = {"HEAD_DIM": head_dim, "DIM_TILE": max(16, triton.next_power_of_2(head_dim)), "NUM_SPLITS": splits}
+    dims = {"HEAD_DIM": head_dim, "DIM_TILE": max(16, triton.next_power_of_2(head_dim))}
     out = torch.zeros_like(query)  # rows of padding stay zero
     acc = peak = total = out  # not touched where one program sees all keys
     if splits > 1:
@@ -209,11 +231,12 @@ def read_triton(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: 
         peak, total = torch.ones(2, tokens, heads, splits, dtype=torch.float32, device=device)
     paged_attention_kernel[tokens // block_q + num_reqs, kv_heads, splits](
         out, query, acc, peak, total, kv_cache[0], kv_cache[1], block_table, seq_lens, query_start_loc,
-        num_reqs, scale, query.stride(0), block_table.stride(0),
+        num_reqs, scale, query.stride(0), block_table.stride(0), splits,
         KV_HEADS=kv_heads, GROUP=group, BLOCK_SIZE=kv_cache.shape[2], BLOCK_Q=block_q, BLOCK_M=block_m,
-        TILE_N=cfg.tile_n, WIDEN=device == "cpu" and query.dtype == torch.bfloat16,
+        TILE_N=cfg.tile_n, SPLIT=splits > 1, WINDOW=window, SOFT_CAP=soft_cap,
+        WIDEN=device == "cpu" and query.dtype == torch.bfloat16,
         num_warps=cfg.num_warps, num_stages=cfg.num_stages, **dims,
     )  # fmt: skip
     if splits > 1:
-        reduce_splits_kernel[(tokens * heads,)](out, acc, peak, total, **dims)
+        reduce_splits_kernel[(tokens * heads,)](out, acc, peak, total, NUM_SPLITS=splits, **dims)
     return out

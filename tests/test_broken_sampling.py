@@ -36,6 +36,14 @@ RULES: dict[str, tuple[str, str, str]] = {  # what is broken: module, the line a
     "presence is of the answer": ("logits_processors", "p.presence * (p.counts > 0)", "p.presence * p.seen"),
     "a bad word begins in the answer": ("logits_processors", "return long_enough & ", "return "),
     "a bad word is compared at its end": ("logits_processors", "known[:, None] - longest + np.arange", "known[:, None] - longest - 1 + np.arange"),
+    # at the door
+    "a bias is finite": ("sampling_checks", "-1e30, 1e30", "-3.4e38, 3.4e38"),
+    "no answer without a seed": ("sampling_checks", "p.seed < -1 < p.seed + p.n", "False"),
+    "integers fit a message": ("sampling_checks", "2**63 - 1  # what", "1e300  # what"),
+    "strings are plain": ("sampling_checks", "return [MEMBERS[name].kind(member) for member in value]", "return list(value)"),
+    "something is left on the way": ("sampling_checks", "{word[-1] for word in p.bad_words_token_ids or [] if allowed.issuperset(word)}", "{w[0] for w in p.bad_words_token_ids or [] if len(w) == 1}"),
+    "fields that were set later": ("sampling_checks", "    p = p.clone()\n", ""),
+    "False is not 0": ("sampling_params", "type(value) is not type(nothing) or ", ""),
     # the columns
     "a generator moves with its row": ("sampling_metadata", "            self.generators[dst] = self.generators.pop(src)\n", "            self.generators[dst] = self.generators[src]\n"),
     "wishes move with their row": ("sampling_metadata", "            self.naming[dst] = self.naming.pop(src)\n", "            self.naming.pop(src)\n"),
@@ -66,7 +74,10 @@ RULES: dict[str, tuple[str, str, str]] = {  # what is broken: module, the line a
     "a parent goes with its last child": ("output_processor", "self.parents.pop(state.parent.request.request_id, None)", "pass"),
     # text
     "half a character is not shown": ("detokenizer", 'return self.stream.step(self.tokenizer, token_id) or ""\n        except', "return self.tokenizer.decode([token_id])\n        except"),
-    "the stream knows the prompt": ("detokenizer", "tail = prompt_token_ids[-32:]", "tail = prompt_token_ids[:0]"),
+    "the stream knows the prompt": ("detokenizer", "DecodeStream(ids=tail[:n], ", "DecodeStream("),
+    "skipped tokens are no text": ("detokenizer", "while len(tail) < len(prompt_token_ids) and not self._whole(tail):", "while False:"),
+    "the prompt's bytes are not the answer's": ("detokenizer", 'self.unfinished = "�" * ', 'self.unfinished = "" * '),
+    "an answer completes the prompt's character": ("detokenizer", "            self._decode(token_id)\n", "            pass\n"),
     "text is held back": ("detokenizer", "0 if finished else self.held_back", "0"),
     "a stop string may begin in old text": ("detokenizer", "len(text) - new_chars - len(stop_string) + 1", "len(text) - new_chars"),
     "a stop string cuts": ("detokenizer", "        self.output_text = self.output_text[:length]\n", ""),
@@ -76,7 +87,7 @@ RULES: dict[str, tuple[str, str, str]] = {  # what is broken: module, the line a
     "the core is told of a stop string": ("output_processor", "                if output.finish_reason is None:\n                    reqs_to_abort", "                if False:\n                    reqs_to_abort"),
 }  # fmt: skip
 TESTS = [
-    "tests/test_same_sampling.py", "tests/test_sampling_properties.py", "nbs/13c_columns.ipynb", "nbs/13d_logprobs.ipynb",
+    "nbs/02b_parameters.ipynb", "tests/test_same_sampling.py", "tests/test_sampling_properties.py", "nbs/13c_columns.ipynb", "nbs/13d_logprobs.ipynb",
     "nbs/15b_answers.ipynb", "nbs/13b_processors.ipynb", "nbs/13_sampling.ipynb", "nbs/15_output.ipynb",
 ]  # fmt: skip
 

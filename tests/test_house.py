@@ -30,7 +30,7 @@ DEPTH = {
 ONLOOKERS_FROM = 16  # pages from here on look at the engine: they may import anything, and no engine module them
 ONLOOKERS = {"show", "schedule_trace"}  # so do these
 # Where the engine opens a door to an onlooker, inside a function, for whoever asks to look.
-DOORS_TO_ONLOOKERS = {("llm", "walk"), ("engine_core_proc", "walk")}
+DOORS_TO_ONLOOKERS = {("llm", "walk"), ("llm", "trace"), ("engine_core_proc", "trace")}
 ENGINE_LINES, MODULE_LINES, FUNCTION_LINES = 5000, 400, 60
 
 

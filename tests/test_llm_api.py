@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 
 import walkvllm
 from walkvllm import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
-from walkvllm.llm import ONLY_IN_VLLM
+from walkvllm.llm import ONLY_IN_VLLM, ONLY_IN_VLLMS_CALLS
 from walkvllm.sampling_params import RequestOutputKind
 
 SMALL: dict[str, Any] = {
@@ -421,6 +421,7 @@ def test_bad_conversations(llm: LLM) -> None:
     nothing_left(llm)
     with pytest.raises(TypeError, match="str"):
         llm.chat("hi", GREEDY, use_tqdm=False)
+    assert llm.chat([], GREEDY, use_tqdm=False) == []  # no conversations, as in vLLM
     template, more = "{{ messages[0].content }}{{ mark }}", {"mark": "!"}
     own = llm.chat([good], GREEDY, chat_template=template, chat_template_kwargs=more, use_tqdm=False)
     assert own[0].prompt == "hi!"
@@ -441,6 +442,34 @@ def test_arguments_are_built_or_refused() -> None:
         LLM(no_such_thing=1)
     with pytest.raises(ValueError, match="tensor_parallel_size=True"):
         LLM(tensor_parallel_size=True)
+    with pytest.raises(ValueError, match="model=''"):
+        LLM("")
+
+
+def test_arguments_of_calls_are_built_or_refused(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    for name, same in ONLY_IN_VLLMS_CALLS.items():
+        for call, what in ((llm.generate, FINE), (llm.chat, talk)):
+            for value in same:
+                call(what, GREEDY, use_tqdm=False, **{name: value})
+            for other in ("something", object()):
+                with pytest.raises(ValueError, match=name):
+                    call(what, GREEDY, use_tqdm=False, **{name: other})
+    with pytest.raises(TypeError, match="'lora'"):
+        llm.generate(FINE, GREEDY, lora=None)
+
+
+def test_what_cannot_cross_is_refused_at_once(llm: LLM) -> None:
+    engine = llm.llm_engine
+    for words, error, call in [
+        ("request_id", TypeError, lambda: engine.add_request(7, FINE, GREEDY)),
+        ("request_id", ValueError, lambda: engine.add_request("\ud800", FINE, GREEDY)),
+        ("arrival_time", TypeError, lambda: engine.add_request("a", FINE, GREEDY, arrival_time="now")),
+        ("cache_salt", ValueError, lambda: llm.generate({"prompt": FINE, "cache_salt": "\udfff"}, use_tqdm=False)),
+    ]:
+        with pytest.raises(error, match=words):
+            call()
+        nothing_left(llm)
 
 
 def test_closed_engine() -> None:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Coroutine, Iterator
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from walkvllm import LLM, EngineArgs, EngineDeadError, LLMEngine, SamplingParams
 from walkvllm.async_llm import AsyncLLM
 from walkvllm.frames import BadFrame, Kind, UtilityCall, pack
 from walkvllm.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from walkvllm.mp_client import MPClient, OpenRequests, SyncMPClient, socket_directory
+from walkvllm.mp_client import MPClient, OpenRequests, SyncMPClient, import_zmq, socket_directory
 from walkvllm.sampling_params import RequestOutputKind
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -116,6 +117,7 @@ def test_started_from_anywhere(tmp_path: Path) -> None:
     here = tmp_path / "scripts"
     here.mkdir()
     (here / "script.py").write_text(code)
+    closed = "import os, sys\nos.close(2)\nos.execv(sys.executable, [sys.executable, '-c', " + repr(code) + "])"
     threaded = "import threading\ndef work():\n" + "".join(f"  {line}\n" for line in code.splitlines())
     threaded += "t = threading.Thread(target=work); t.start(); t.join()\n"
     poisoned = tmp_path / "poisoned"
@@ -127,6 +129,7 @@ def test_started_from_anywhere(tmp_path: Path) -> None:
         (["-c", code], None, here),
         (["-"], code, here),
         (["-"], threaded, here),
+        (["-c", closed], None, here),  # without standard error
     ]
     jobs = []
     for arguments, text, folder in ways:
@@ -236,22 +239,52 @@ def test_collected_engine_ends() -> None:
 
 
 def test_a_fork_of_the_caller_owns_nothing(llm: LLM) -> None:
+    """It can neither end nor use the engine, and says so instead of waiting for ever."""
     pid = os.fork()
     if pid == 0:
+        signal.alarm(20)
         llm.llm_engine.engine_core.shutdown()
-        os._exit(0)
-    os.waitpid(pid, 0)
+        error = faults.caught(lambda: llm.generate("Once", GREEDY, use_tqdm=False))
+        os._exit(0 if "another process" in str(error) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
     works(llm)
 
 
-def test_no_pyzmq(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without pyzmq the in-process engine works, and asking for another process says what is missing."""
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    monkeypatch.setattr("walkvllm.core_client.find_spec", lambda name: None)
+def test_threads_wait_for_one_another(llm: LLM) -> None:
+    """A socket belongs to one thread at a time, and so does the scheduler of an engine in this process."""
+    here = LLM(**SMALL, multiprocess=False)
+    for engine in (llm, here):
+        right, errors = answers(), list[BaseException | None]()
+
+        def work(engine: LLM = engine, errors: list[BaseException | None] = errors) -> None:
+            for _ in range(3):
+                errors.append(faults.caught(lambda: works(engine)))
+                errors.append(faults.caught(lambda: engine.llm_engine.abort_request("nobody")))
+                errors.append(faults.caught(engine.reset_prefix_cache))
+
+        threads = [threading.Thread(target=work) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert errors == [None] * 45 and right == answers()
+    here.shutdown()
+
+
+@pytest.mark.parametrize("lacks", ["pyzmq", "ipc"])
+def test_no_pyzmq_or_no_ipc(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    """The in-process engine works all the same, and asking for another process says what is missing."""
+    if lacks == "pyzmq":
+        monkeypatch.setitem(sys.modules, "zmq", None)
+        monkeypatch.setattr("walkvllm.core_client.find_spec", lambda name: None)
+    else:
+        windows = type("sys", (), {"platform": "win32"})
+        monkeypatch.setattr("walkvllm.core_client.sys", windows)
+        monkeypatch.setattr("walkvllm.mp_client.sys", windows)
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     with LLM(**SMALL) as llm:
         assert llm.llm_engine.engine_core.engine_core
-    with pytest.raises(RuntimeError, match="pyzmq"):
+    with pytest.raises(RuntimeError, match=lacks):
         LLM(**SMALL, multiprocess=True)
 
 
@@ -264,6 +297,12 @@ def test_socket_path_that_is_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
     directory.rmdir()
     with pytest.raises(ValueError, match="TMPDIR"):
         socket_directory(10)
+    strange = tmp_path / os.fsdecode(b"no utf-8 \xff")
+    strange.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(strange))
+    directory = socket_directory(107)
+    assert directory.parent == Path("/tmp")
+    directory.rmdir()
 
 
 # ---- errors are themselves ----
@@ -347,11 +386,19 @@ def test_ctrl_c_while_the_core_is_stuck(llm: LLM) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_stuck_core_is_shut_down() -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_stuck_core_is_shut_down(interrupted: bool) -> None:
     client = SyncMPClient(config())
     pid, directory = client.child.process.pid, client.child.directory
     os.kill(pid, signal.SIGSTOP)
-    client.child.close(grace=0.2)
+    if interrupted:
+        timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.shutdown()
+        timer.join()
+    else:
+        client.child.close(grace=0.2)
     assert left_behind(pid, directory) == "nothing"
 
 
@@ -705,6 +752,78 @@ def test_a_consumer_that_blocks_holds_up_nobody(async_engine: AsyncLLM) -> None:
     run_loop(main())
 
 
+@pytest.mark.parametrize("who", ["health", "generate", "abort", "stats"])
+def test_whoever_finds_the_core_dead_wakes_those_who_wait(who: str) -> None:
+    """It was the receiving task alone that told them, and nothing wakes it when another has closed its socket."""
+
+    async def wait(engine: AsyncLLM, name: str) -> list[Any]:
+        return [o async for o in engine.generate(PROMPTS[0], LONG, name)]
+
+    async def main() -> None:
+        engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
+        tasks = [asyncio.ensure_future(wait(engine, name)) for name in "abc"]
+        tasks.append(asyncio.ensure_future(engine.stats()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        engine.engine_core.child.process.kill()
+        time.sleep(0.2)  # the loop is busy: the receiving task hears nothing of it
+        calls = {"health": engine.check_health, "generate": lambda: wait(engine, "d"), "stats": engine.stats,
+                 "abort": lambda: engine.abort("a")}  # fmt: skip
+        with suppress(EngineDeadError):
+            await calls[who]()
+        at = time.monotonic()
+        *results, asked = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert time.monotonic() - at < 2 and isinstance(asked, EngineDeadError)
+        if who == "abort":
+            assert results.pop(0)[-1].outputs[0].finish_reason == "abort"
+        assert all(isinstance(r, EngineDeadError) for r in results)
+        engine.shutdown()
+
+    run_loop(main())
+
+
+def test_all_tasks_cancelled_but_one(async_engine: AsyncLLM) -> None:
+    """The receiving task too. Whoever is left is told, and the engine goes on."""
+
+    async def main() -> None:
+        async def wait() -> list[Any]:
+            return [o async for o in async_engine.generate(PROMPTS[0], LONG, "a")]
+
+        task = asyncio.ensure_future(wait())
+        await asyncio.sleep(0)
+        for other in asyncio.all_tasks() - {task, asyncio.current_task()}:
+            other.cancel()
+        with pytest.raises(RuntimeError, match="cancelled"):
+            await asyncio.wait_for(task, 20)
+        assert len((await wait())[-1].outputs[0].token_ids) == LONG.max_tokens
+
+    run_loop(main())
+
+
+def test_a_bad_message_does_not_hold_up_the_loop(async_engine: AsyncLLM) -> None:
+    async def main() -> None:
+        await async_engine.stats()
+        child = async_engine.engine_core.child
+        push = child.context.socket(import_zmq().PUSH)
+        push.connect(f"ipc://{child.directory / 'output'}")
+        for frames in ([b"junk"], [Kind.OUTPUTS.value], [Kind.REPLY.value, b"\x93\xcd\xff\xff\xc0\xc0"]):
+            push.send_multipart(frames)
+        at = time.monotonic()
+        await asyncio.sleep(0.1)
+        assert time.monotonic() - at < 5
+        await asyncio.wait_for(async_engine.check_blocks(), 20)
+        push.close(linger=0)
+
+    run_loop(main())
+
+
+def test_a_wrong_id_is_refused_at_once(async_engine: AsyncLLM) -> None:
+    for bad, error in ((7, TypeError), (None, TypeError), ("\ud800", ValueError)):
+        with pytest.raises(error, match="request_id"):
+            run_loop(anext(async_engine.generate(PROMPTS[0], GREEDY, bad)))  # type: ignore[arg-type]
+    assert not async_engine.collectors and not async_engine.output_processor.request_states
+
+
 def test_shutdown_wakes_who_waits() -> None:
     async def main() -> list[Any]:
         engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
@@ -716,6 +835,8 @@ def test_shutdown_wakes_who_waits() -> None:
 
         tasks = [asyncio.ensure_future(wait(n)) for n in range(3)]
         await asyncio.sleep(0.05)
+        tasks.append(asyncio.ensure_future(engine.ask("stats")))
+        await asyncio.sleep(0)
         engine.shutdown()
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
         with pytest.raises(RuntimeError, match="shut down"):

@@ -19,6 +19,7 @@ import torch
 from walkvllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from walkvllm.sampler import Sampler, make_generator
 from walkvllm.sampling_metadata import SamplingColumns, SamplingMetadata
+from walkvllm.sampling_params import RequestOutputKind
 
 MODEL = Path(__file__).parent / "data" / "tales-v1"
 EXAMPLES = int(os.environ.get("WALKVLLM_EXAMPLES", "60"))  # make test-long raises it
@@ -109,6 +110,29 @@ def test_alone_and_in_company(engines: dict[str, LLM], name: str) -> None:
                 assert all(map(same_answer, output.outputs, want.outputs)), what
                 checked += len(output.outputs)
     assert checked >= 4
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind, ids=str)
+def test_every_kind_of_output_says_the_same(engines: dict[str, LLM], kind: RequestOutputKind) -> None:
+    "What is streamed, put together, is what comes at once: text, tokens, log probabilities, of every answer."
+    rng = random.Random(7)
+    requests = [random_request(rng) for _ in range(8)]
+    for (_, wish), stop in zip(requests, ([". T", "e"], ["the ", " fox"], ["\n", "a"], ["ed"]), strict=False):
+        wish |= {"stop": stop, "include_stop_str_in_output": stop == ["\n", "a"]}
+    at_once, engine = ask(engines["roomy"], requests), engines["chunks"].llm_engine
+    seen: dict[str, RequestOutput] = {}
+    for i, (prompt, wish) in enumerate(requests):
+        engine.add_request(str(i), prompt, SamplingParams(**wish, output_kind=kind))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            name = output.request_id
+            if name in seen:
+                seen[name].add(output, aggregate=kind == RequestOutputKind.DELTA)
+            seen.setdefault(name, output)
+    for i, want in enumerate(at_once):
+        assert seen[str(i)].finished and same_positions(seen[str(i)].prompt_logprobs, want.prompt_logprobs)
+        got = sorted(seen[str(i)].outputs, key=lambda o: o.index)
+        assert len(got) == len(want.outputs) and all(map(same_answer, got, want.outputs)), requests[i]
 
 
 def test_tight_engine_preempts(engines: dict[str, LLM]) -> None:
@@ -308,3 +332,35 @@ def test_what_a_stop_string_says_and_whom_it_tells() -> None:
         (output,), to_abort = processor.process_outputs([EngineCoreOutput("r", ids, reason)])
         answer = output.outputs[0]
         assert (answer.text, answer.finish_reason, answer.stop_reason, to_abort) == ("the ", "stop", "fox", told)
+
+
+def test_what_the_prompt_leaves_to_the_answer() -> None:
+    "Special tokens between them are no text; a character that the prompt begins is the answer's if it completes it."
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import Metaspace
+    from tokenizers.models import WordLevel
+
+    from walkvllm.detokenizer import TextStream
+    from walkvllm.input_processor import load_tokenizer
+
+    words = Tokenizer(WordLevel({"▁the": 0, "▁fox": 1}, unk_token="▁the"))
+    words.decoder = Metaspace()
+    words.add_special_tokens(["<pad>"])
+    assert [TextStream(words, [0] + [2] * n, True).step(1) for n in (0, 31, 32, 200)] == [" fox"] * 4
+    tokenizer = load_tokenizer(MODEL)
+    fox, told = tokenizer.encode("🦊").ids, tokenizer.encode(" told").ids
+    for n in range(1, len(fox)):
+        for answer, text in ((told, " told"), (fox[n:] + told, "🦊 told")):
+            stream = TextStream(tokenizer, tokenizer.encode("Tell me of the").ids + fox[:n], True)
+            assert "".join(map(stream.step, answer)) == text
+
+
+def test_what_the_door_finds(engines: dict[str, LLM]) -> None:
+    "A wrong value that was set after the parameters were made; words that would leave nothing to draw."
+    late = SamplingParams()
+    late.top_k = "many"
+    stuck = SamplingParams(allowed_token_ids=[594], bad_words=["--"])
+    begun = SamplingParams(allowed_token_ids=[7], bad_words=["##"], max_tokens=3)
+    for params, name in ((late, "top_k='many'"), (stuck, "allowed_token_ids"), (begun, "allowed_token_ids")):
+        with pytest.raises(ValueError, match=name):
+            engines["roomy"].generate([[5]], params, use_tqdm=False)

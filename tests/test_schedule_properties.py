@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from walkvllm.config import CacheConfig, SchedulerConfig
-from walkvllm.kv_cache import BlockHasher, Request, RequestStatus, check_blocks
+from walkvllm.kv_cache import BlockHasher, KVCacheBlock, Request, RequestStatus, check_blocks
 from walkvllm.messages import ModelRunnerOutput, SchedulerOutput
 from walkvllm.sampling_params import SamplingParams
 from walkvllm.scheduler import AsyncScheduler, Scheduler
 
-EXAMPLES = int(os.environ.get("WALKVLLM_EXAMPLES", "60"))  # make test-long raises it
-EOS = 1
+EXAMPLES = int(os.environ.get("WALKVLLM_EXAMPLES", "200"))  # make test-long raises it
+EOS, STOP = 1, 2
+SEEN: Counter[str] = Counter()  # what the walks came across
 
 
 class SchedulerWalk(RuleBasedStateMachine):
@@ -26,57 +30,83 @@ class SchedulerWalk(RuleBasedStateMachine):
     """
 
     @initialize(
-        block_size=st.integers(1, 6), blocks=st.integers(4, 24), budget=st.integers(1, 40), seqs=st.integers(1, 6),
+        block_size=st.integers(1, 6), blocks=st.sampled_from([*range(4, 25)]), budget=st.sampled_from([*range(1, 41)]),
+        seqs=st.sampled_from([4, 3, 2, 6, 8, 1]),
         threshold=st.sampled_from([0, 0, 3, 7]), chunked=st.booleans(), caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]), gate=st.booleans(), pipelined=st.booleans(),
+        share=st.sampled_from([1, 1, 0.6]),
     )  # fmt: skip
     def start(
         self, block_size: int, blocks: int, budget: int, seqs: int, threshold: int, chunked: bool, caching: bool,
-        policy: str, gate: bool, pipelined: bool,
+        policy: str, gate: bool, pipelined: bool, share: float,
     ) -> None:  # fmt: skip
-        longest = (blocks - 1) * block_size  # as the settings page has it: no request outgrows the pool
+        # as the settings page has it: one request alone never outgrows the pool, two together do
+        longest = max(2, int((blocks - 1) * block_size * share))
         budget = budget if chunked else max(budget, longest)
         config = SchedulerConfig(budget, seqs, longest, threshold, chunked, policy, gate, pipelined)
         self.scheduler = (AsyncScheduler if pipelined else Scheduler)(
             config, CacheConfig(block_size, blocks, caching, "sha256")
         )
         self.block_size, self.pipelined = block_size, pipelined
+        allocate = self.scheduler.kv_cache_manager.allocate_slots
+
+        def watched(request: Request, num_new_tokens: int, hits: Sequence[KVCacheBlock] = ()) -> object:
+            blocks = allocate(request, num_new_tokens, hits)
+            self.lacked = request if blocks is None else None
+            return blocks
+
+        self.scheduler.kv_cache_manager.allocate_slots = watched
         self.hasher = BlockHasher(block_size) if caching else None
         self.count = self.idle = 0
         self.flying: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self.known: dict[str, list[int]] = {}  # the runner's tokens, ahead of the scheduler's while some are in flight
         self.tables: dict[str, list[int]] = {}  # the runner's block tables
         self.content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its last written slot
-        self.stop_after: dict[str, int] = {}
+        self.asked: dict[str, Request] = {}
+        self.told: dict[str, list[int]] = {}
+        self.stop_after: dict[str, tuple[int, int]] = {}  # from this length on the model makes this token
 
     # ---- the outside world ----
 
     @precondition(lambda self: hasattr(self, "scheduler"))
     @rule(
-        prefix=st.integers(0, 3), length=st.integers(1, 60), tokens=st.integers(1, 12), priority=st.integers(0, 3),
-        eos_after=st.integers(1, 14), salt=st.sampled_from([None, None, "a"]),
+        prefix=st.integers(0, 3), length=st.sampled_from([*range(1, 40), 999, 999]), tokens=st.integers(1, 12),
+        grows=st.booleans(), priority=st.integers(0, 2), tie=st.booleans(), end_after=st.integers(1, 14),
+        end_with=st.sampled_from([EOS, STOP]), min_tokens=st.integers(0, 12), stops=st.booleans(),
+        ignore_eos=st.booleans(), salt=st.sampled_from([None, None, "a"]), again=st.booleans(),
     )  # fmt: skip
-    def add(self, prefix: int, length: int, tokens: int, priority: int, eos_after: int, salt: str | None) -> None:
-        length = min(length, self.scheduler.max_model_len - 1)
-        if length < 1:
-            return
+    def add(
+        self, prefix: int, length: int, tokens: int, grows: bool, priority: int, tie: bool, end_after: int,
+        end_with: int, min_tokens: int, stops: bool, ignore_eos: bool, salt: str | None, again: bool,
+    ) -> None:  # fmt: skip
+        "`length` 999 fills the model's length; `grows` asks for all that is left of it; `again` takes a used id."
+        limit = self.scheduler.max_model_len
+        length = min(length, limit - 1)
+        tokens = limit if grows else tokens
         self.count += 1
-        name = f"r{self.count}"
+        gone = [n for n in self.asked if n not in self.scheduler.requests]
+        name = gone[-1] if again and gone else f"{'zyx'[self.count % 3]}{self.count}"
         # one of a few streams of tokens, so that starts are shared
         prompt = [10 + (prefix * 7 + i * i) % 50 for i in range(length)]
-        params = SamplingParams(max_tokens=tokens, temperature=0, eos_token_id=EOS)
-        self.scheduler.add_request(
-            Request(name, prompt, params, float(self.count), priority, salt, block_hasher=self.hasher)
-        )
-        self.known[name] = [*prompt]
-        self.stop_after[name] = len(prompt) + eos_after
+        params = SamplingParams(
+            max_tokens=tokens, temperature=0, eos_token_id=None if ignore_eos else EOS, ignore_eos=ignore_eos,
+            stop_token_ids=[STOP] if stops else None, min_tokens=min(min_tokens, tokens, limit - length),
+        )  # fmt: skip
+        arrival = 0.0 if tie else float(self.count)
+        request = Request(name, prompt, params, arrival, priority, salt, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
+        self.asked[name], self.told[name], self.known[name] = request, [], [*prompt]
+        self.stop_after[name] = (length + end_after, end_with)
 
     @precondition(lambda self: getattr(self, "known", None))
-    @rule(which=st.integers(0, 100), twice=st.booleans())
-    def abort(self, which: int, twice: bool) -> None:
-        name = list(self.known)[which % len(self.known)]
-        self.scheduler.finish_requests([name] * (1 + twice) + ["nobody"], RequestStatus.FINISHED_ABORTED)
-        assert name not in self.scheduler.requests
+    @rule(which=st.lists(st.integers(0, 100), min_size=1, max_size=4))
+    def abort(self, which: list[int]) -> None:
+        "Several in one call: running, waiting, ended, unknown, some of them twice."
+        names = [list(self.known)[i % len(self.known)] for i in which]
+        alive = [n for n in dict.fromkeys(names) if n in self.scheduler.requests]
+        SEEN.update(f"aborted {self.asked[n].status.name}" for n in alive)
+        ended = self.scheduler.finish_requests([*names, "nobody", *names], RequestStatus.FINISHED_ABORTED)
+        assert ended == alive and not set(names) & set(self.scheduler.requests)
 
     @precondition(lambda self: hasattr(self, "scheduler"))
     @rule()
@@ -95,15 +125,43 @@ class SchedulerWalk(RuleBasedStateMachine):
     def one_step(self) -> None:
         work = None
         if self.scheduler.has_requests():
+            self.lacked: Request | None = None
             work = self.scheduler.schedule()
             self.check_limits(work)
+            SEEN["preempted"] += len(work.preempted_req_ids)
+            SEEN["preempted itself"] += self.lacked is not None and self.lacked.request_id in work.preempted_req_ids
+            SEEN[work.admission_stopped] += 1
             self.flying.append((work, self.compute(work)))
         empty = work is None or not work.total_num_scheduled_tokens
         if self.flying and (not self.pipelined or empty or len(self.flying) == 2):
-            self.scheduler.update_from_output(*self.flying.pop(0))
+            self.listen(*self.flying.pop(0))
         # nobody may wait for ever: a step without work, with requests and nothing in flight, must not happen twice
         self.idle = self.idle + 1 if empty and not self.flying and self.scheduler.requests else 0
         assert self.idle < 2, "the scheduler makes empty steps"
+
+    def listen(self, work: SchedulerOutput, sampled: ModelRunnerOutput) -> None:
+        "Books a step. What is told must be what the model made, up to the end that the request has asked for."
+        for o in self.scheduler.update_from_output(work, sampled).outputs:
+            request, told = self.asked[o.request_id], self.told[o.request_id]
+            for token in o.new_token_ids:
+                assert self.end_of(request, told) is None, "told more than was asked for"
+                told.append(token)
+            assert (o.finish_reason is None) == (self.end_of(request, told) is None)
+            if o.finish_reason is not None:
+                assert str(o.finish_reason) == self.end_of(request, told)
+                SEEN[f"ended by {told[-1] if o.stop_reason or told[-1] == EOS else 'length'}"] += 1
+            prompt = request.num_prompt_tokens
+            assert told == self.known[o.request_id][prompt : prompt + len(told)]
+
+    def end_of(self, request: Request, outputs: list[int]) -> str | None:
+        "Why `request` ends with these outputs, or None: written down from the last token, as a user would."
+        params, n = request.sampling_params, len(outputs)
+        if n == 0 or n < params.min_tokens:
+            return None
+        if (outputs[-1] == EOS and not params.ignore_eos) or outputs[-1] in (params.stop_token_ids or ()):
+            return "stop"
+        full = request.num_prompt_tokens + n >= self.scheduler.max_model_len
+        return "length" if full or n >= params.max_tokens else None
 
     def check_limits(self, work: SchedulerOutput) -> None:
         config = self.scheduler.config
@@ -135,8 +193,8 @@ class SchedulerWalk(RuleBasedStateMachine):
         for name, count in work.num_scheduled_tokens.items():
             end = start[name] + count
             self.check_context(name, end)
-            tokens = self.known[name]
-            sampled.append([] if end < len(tokens) else [EOS if end + 1 >= self.stop_after[name] else 20 + end % 30])
+            tokens, (length, token) = self.known[name], self.stop_after[name]
+            sampled.append([] if end < len(tokens) else [token if end + 1 >= length else 20 + end % 30])
             tokens += sampled[-1]
         return ModelRunnerOutput(list(work.num_scheduled_tokens), sampled)
 
@@ -176,6 +234,23 @@ class SchedulerWalk(RuleBasedStateMachine):
                 if block.block_hash is not None:
                     assert names[block.block_id] == hashes[i], "a block's name does not tell its content"
 
+    @precondition(lambda self: hasattr(self, "scheduler"))
+    @invariant()
+    def remembered_answers_are_right(self) -> None:
+        "A remembered answer is what a fresh look says. The looks leave no trace, so that they hide nothing."
+        scheduler, kv = self.scheduler, self.scheduler.kv_cache_manager
+        before = kv.common, kv.held_up
+        if scheduler.running and kv.enable_caching:
+            table, holders = kv.req_to_blocks[scheduler.running[0].request_id], len(kv.req_to_blocks)
+            fresh = next((i for i, block in enumerate(table) if block.ref_cnt != holders), len(table))
+            assert kv.get_num_common_prefix_blocks(scheduler.running[0].request_id) == fresh
+        for request in scheduler.waiting:
+            if kv.still_held_up(request):
+                SEEN["a refusal was repeated"] += 1
+                assert not kv.can_fit_full_sequence(request, kv.get_computed_blocks(request))
+                kv.held_up = before[1]
+        kv.common, kv.held_up = before
+
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
@@ -194,7 +269,20 @@ SchedulerWalk.TestCase.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=40,
     deadline=None,
-    derandomize=EXAMPLES == 60,
+    derandomize=EXAMPLES <= 200,
     suppress_health_check=list(HealthCheck),
 )
 TestSchedulerWalk = SchedulerWalk.TestCase
+
+
+def test_the_walks_came_across_everything() -> None:
+    "What the walks above are meant to try has happened in them, and often."
+    if not SEEN or EXAMPLES < 200:
+        pytest.skip("no walk was made, or few")
+    situations = [
+        "preempted", "preempted itself", "a refusal was repeated", "blocks (the whole prompt does not fit)", "blocks",
+        "token budget", "token budget (chunked prefill is off)", "max_num_seqs", "preemption", "aborted RUNNING",
+        "aborted WAITING", "aborted PREEMPTED", "ended by length", f"ended by {EOS}", f"ended by {STOP}",
+    ]  # fmt: skip
+    print({s: SEEN[s] for s in situations})
+    assert not [s for s in situations if SEEN[s] < 1]

@@ -275,11 +275,16 @@ def map_command(args: argparse.Namespace) -> int:
     return check(args)
 
 # %% ../nbs/16b_command_line.ipynb #ed4a787c
-def trace_command(args: argparse.Namespace) -> None:
-    "Prints what the scheduler decides, a line per step."
+def trace_command(args: argparse.Namespace) -> int:
+    "Prints what the scheduler decides, a line per step; 2 if the file is wrong, before the first line."
     from walkvllm.schedule_trace import print_traces
 
-    print_traces(args.workload, args.free_queue, args.tables, args.hashes)
+    try:
+        print_traces(args.workload, args.free_queue, args.tables, args.hashes)
+    except ValueError as error:
+        print(f"walkvllm trace-schedule: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
 
 # %% ../nbs/16b_command_line.ipynb #91718631
 def main(argv: Sequence[str] | None = None) -> int:

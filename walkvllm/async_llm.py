@@ -75,6 +75,8 @@ class AsyncLLM:
             finished = False
             while not finished:
                 output = await collector.get()
+                if (listen := self.engine_core.listener) is not None:
+                    listen("taken", output)
                 finished = output.finished
                 yield output
         finally:
@@ -86,8 +88,13 @@ class AsyncLLM:
     ) -> RequestOutputCollector:
         "Queues one prompt. A refused prompt leaves no trace."
         self.ensure_handler()
+        if (listen := self.engine_core.listener) is not None:
+            listen.begin()
         request = self.input_processor.process_inputs(request_id, prompt, params, priority=priority)
-        messages, sent = self.output_processor.add_request(request, parse_prompt(prompt).text), []
+        text = parse_prompt(prompt).text
+        if listen is not None:
+            listen("input processed", request, text)
+        messages, sent = self.output_processor.add_request(request, text), []
         try:
             for message in messages:  # several if n > 1 (page 15b)
                 self.engine_core.add_request(message)
@@ -117,11 +124,12 @@ class AsyncLLM:
 
     def ensure_handler(self) -> None:
         "Sees to it that somebody receives what the core sends. Raises if the engine is dead or closed."
-        self.engine_core.check_alive()
         loop = asyncio.get_running_loop()
-        if self.handler is not None and not self.handler.done() and not self.handler.get_loop().is_closed():
-            if self.handler.get_loop() is not loop:
-                raise RuntimeError("this engine is in use in another event loop")
+        in_use = self.handler is not None and not self.handler.done() and not self.handler.get_loop().is_closed()
+        if in_use and self.handler.get_loop() is not loop:
+            raise RuntimeError("this engine is in use in another event loop")
+        self.engine_core.check_alive()
+        if in_use:
             return
         receiving = handle_outputs(self.engine_core, self.output_processor, self.collectors)
         self.handler = loop.create_task(receiving, name="walkvllm output handler")
@@ -153,8 +161,9 @@ class AsyncLLM:
             self.closed = True
             if self.handler is not None and not self.handler.get_loop().is_closed():
                 self.handler.cancel()
-            give_up(self.collectors, self.output_processor, RuntimeError("this engine has been shut down"))
             self.engine_core.shutdown()
+            gone = RuntimeError("this engine has been shut down")
+            give_up(self.engine_core, self.output_processor, self.collectors, gone)
 
     def __del__(self) -> None:
         with suppress(Exception):
@@ -168,20 +177,30 @@ async def handle_outputs(
     try:
         while True:
             outputs = await engine_core.get_output_async()
+            if (listen := engine_core.listener) is not None:
+                listen("outputs decoded", outputs, output_processor)
             made, reqs_to_abort = output_processor.process_outputs(outputs.outputs)
+            if listen is not None:
+                listen("text out", made, reqs_to_abort)
             engine_core.abort_requests(reqs_to_abort)
             for output in made:
                 take = collectors.pop if output.finished else collectors.__getitem__
                 take(output.request_id).put(output)
     except Exception as error:
-        unfinished = list(output_processor.request_states)
-        give_up(collectors, output_processor, error)
-        engine_core.abort_requests(unfinished)
+        give_up(engine_core, output_processor, collectors, error)
+    except asyncio.CancelledError:  # not by `shutdown` alone: a caller may cancel all tasks that there are
+        cancelled = RuntimeError("the task that receives outputs was cancelled")
+        give_up(engine_core, output_processor, collectors, cancelled)
+        raise
 
 
-def give_up(collectors: dict[str, RequestOutputCollector], processor: OutputProcessor, error: Exception) -> None:
+def give_up(
+    engine_core: AsyncMPClient, output_processor: OutputProcessor, collectors: dict[str, RequestOutputCollector],
+    error: Exception,
+) -> None:  # fmt: skip
     "Ends all requests with an error; each waiting caller gets one of his own."
     for collector in collectors.values():
         collector.put(EngineDeadError(str(error)) if isinstance(error, EngineDeadError) else error)
     collectors.clear()
-    processor.abort_requests(list(processor.request_states))
+    engine_core.give_up(error)
+    engine_core.abort_requests(output_processor.abort_requests(list(output_processor.request_states)))

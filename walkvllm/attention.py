@@ -121,9 +121,14 @@ def decode_groups(lengths: list[int], max_slots: int) -> Iterator[slice]:
 def plan_decodes(kv_cache: Tensor, block_table: Tensor, lengths: Tensor, rows: Tensor) -> Iterator[DecodeGroup]:
     """Groups of requests with one query token each: block_table [B, blocks], lengths [B], rows [B] in the batch."""
     _, _, block_size, kv_heads, head_dim = kv_cache.shape
-    order = lengths.argsort(descending=True, stable=True)
-    block_table, lengths, rows = block_table[order], lengths[order], rows[order]
-    for group in decode_groups(lengths.tolist(), GATHER_ELEMENTS // (kv_heads * head_dim)):
+    max_slots = GATHER_ELEMENTS // (kv_heads * head_dim)
+    if len(rows) and len(rows) * int(lengths.max()) <= max_slots:
+        groups = iter([slice(0, len(rows))])  # one group holds all, in any order
+    else:
+        order = lengths.argsort(descending=True, stable=True)
+        block_table, lengths, rows = block_table[order], lengths[order], rows[order]
+        groups = decode_groups(lengths.tolist(), max_slots)
+    for group in groups:
         slots = slots_of(block_table[group], lengths[group], block_size)
         padding = torch.arange(slots.shape[1], device=slots.device)[None, :] >= lengths[group, None]
         bias = torch.zeros(slots.shape, dtype=kv_cache.dtype, device=slots.device).masked_fill_(padding, float("-inf"))
@@ -193,6 +198,8 @@ def read_chunk(query: Tensor, kv_cache: Tensor, chunk: PrefillChunk, scale: floa
 # %% ../nbs/11b_attention.ipynb #e09a3269
 def read_batched(query: Tensor, kv_cache: Tensor, plan: ReadPlan, scale: float, buffer: GatherBuffer) -> Tensor:
     """Does what `read_naive` does: decodes in groups, parts of prompts one by one."""
+    if not plan.prefills and len(plan.decodes) == 1 and len(plan.decodes[0].rows) == len(query):
+        return read_decodes(query, kv_cache, plan.decodes[0], scale, buffer)  # every row is one, and they are in order
     out = torch.zeros_like(query)
     for group in plan.decodes:
         out.index_copy_(0, group.rows, read_decodes(query, kv_cache, group, scale, buffer))

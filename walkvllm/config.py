@@ -180,7 +180,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def model_directory(model: str | None, name: str = "model") -> Path:
     "The directory that `model` names; the embedded model's for None."
     path = Path(str(files("walkvllm"))) / "tales-3m" if model is None else Path(model).expanduser()
-    if not path.is_dir():
+    if model == "" or not path.is_dir():
         raise ValueError(f"{name}={model!r} is not a directory; models are read from disk, nothing is downloaded")
     return path
 

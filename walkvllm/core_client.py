@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +22,7 @@ from walkvllm.messages import (
 
 if TYPE_CHECKING:
     from walkvllm.engine_core import EngineCore
+    from walkvllm.events import Listener
 
 logger = logging.getLogger("walkvllm")
 
@@ -30,6 +32,8 @@ __all__ = ['logger', 'SWITCH', 'EngineCoreClient', 'InprocClient', 'wants_proces
 # %% ../nbs/04_boundary.ipynb #62685fb1
 class EngineCoreClient(Protocol):
     "All that the caller's side can do with an engine core."
+
+    listener: Listener | None  # of the caller's side; None unless a run is recorded (page 16e)
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
 
@@ -55,6 +59,7 @@ class InprocClient:
         from walkvllm.engine_core import EngineCore  # and with it torch: a caller whose core is elsewhere needs neither
 
         self.core: EngineCore | None = EngineCore(config)
+        self.listener: Listener | None = None
 
     @property
     def engine_core(self) -> EngineCore:
@@ -65,7 +70,17 @@ class InprocClient:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         "Sends one request in. Raises ValueError if its id is in use."
-        self.engine_core.add_request(decode_request(encode(request)))
+        if (listen := self.listener) is not None:
+            listen.begin()
+        data, core = encode(request), self.engine_core
+        if listen is not None:
+            listen("message encoded", request, len(data))
+        message = decode_request(data)
+        if core.listener is not None:
+            core.listener("message decoded", message, len(data))
+        core.add_request(message)
+        if listen is not None:
+            listen("message sent", request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         "Ends requests. Unknown and finished ids are ignored."
@@ -81,7 +96,11 @@ class InprocClient:
         except BaseException:
             self.engine_core.abandon()
             raise
-        return decode_outputs(encode(outputs))
+        data = encode(outputs)
+        if (listen := self.engine_core.listener) is not None and self.listener is not None:
+            listen("outputs encoded", outputs, len(data))
+            self.listener.begin()
+        return decode_outputs(data)
 
     def reset_prefix_cache(self) -> bool:
         "Forgets all names of blocks, if no request holds a block. Says whether it did."
@@ -110,8 +129,8 @@ def wants_process(multiprocess: bool | None) -> bool:
     switch = os.environ.get(SWITCH, "")
     if switch not in ("", "0", "1"):
         raise ValueError(f"{SWITCH}={switch!r} must be 0 or 1")
-    if not switch and find_spec("zmq") is None:
-        logger.warning("there is no pyzmq: the engine core stays in this process")
+    if not switch and (sys.platform == "win32" or find_spec("zmq") is None):
+        logger.warning("there is no pyzmq, or no ipc:// sockets: the engine core stays in this process")
         return False
     return switch != "0"
 

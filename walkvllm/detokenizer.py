@@ -25,12 +25,19 @@ class TextStream:
         if not skip_special_tokens and not spaces_between:
             self.glued = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
         self.after_added = False
-        self.stream = DecodeStream(skip_special_tokens=self.skip)
-        self.unfinished = ""
         tail = prompt_token_ids[-32:]  # enough to know what stands before; a long prompt would take milliseconds
-        shown = "".join(map(self.step, tail))
-        self.after_added = False  # what stands in the prompt does not count
-        self.unfinished = tokenizer.decode(tail, skip_special_tokens=self.skip)[len(shown) :]
+        while len(tail) < len(prompt_token_ids) and not self._whole(tail):  # nothing but special tokens
+            tail = prompt_token_ids[-2 * len(tail) :]
+        self.unfinished = "�" * (len(self._whole(tail)) - len(self._whole(tail).rstrip("�")))
+        n = len(tail)
+        while n and self._whole(tail[:n]).endswith("�"):
+            n -= 1
+        self.stream = DecodeStream(ids=tail[:n], skip_special_tokens=self.skip)
+        for token_id in tail[n:]:  # a character that the prompt begins
+            self._decode(token_id)
+
+    def _whole(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip)
 
     def step(self, token_id: int) -> str:
         "The characters that this token completes; none in the middle of a character, or for a skipped special token."

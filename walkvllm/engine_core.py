@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .config import VllmConfig
 from .kv_cache import BlockHasher, Request, RequestStatus
@@ -20,8 +21,12 @@ from walkvllm.messages import (
 from .model_runner import ModelRunner
 from .scheduler import AsyncScheduler, Scheduler
 
+if TYPE_CHECKING:
+    from walkvllm.events import Listener
+
 # %% auto #0
-__all__ = ['BATCHES_IN_FLIGHT', 'EngineCore', 'execute', 'step_in_three_phases', 'step_with_batch_queue']
+__all__ = ['BATCHES_IN_FLIGHT', 'EngineCore', 'execute', 'schedule', 'update', 'step_in_three_phases',
+           'step_with_batch_queue']
 
 # %% ../nbs/05_engine_core.ipynb #ee4f7918
 class EngineCore:
@@ -37,6 +42,7 @@ class EngineCore:
             BlockHasher(cache.block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
         )
         self.batch_queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()  # launched, not yet booked
+        self.listener: Listener | None = None  # who is told of every stop while a run is recorded (page 16e)
 
     def preprocess_add_request(self, message: EngineCoreRequest) -> Request:
         "The request that `message` describes, its prompt's blocks hashed. Touches nothing: any thread may do it."
@@ -44,11 +50,20 @@ class EngineCore:
 
     def add_request(self, message: EngineCoreRequest) -> None:
         "Queues the request that `message` describes. Raises ValueError if its id is in use."
-        self.scheduler.add_request(self.preprocess_add_request(message))
+        self.enqueue(self.preprocess_add_request(message))
+
+    def enqueue(self, request: Request) -> None:
+        "Queues a preprocessed request."
+        self.scheduler.add_request(request)
+        if (listen := self.listener) is not None:
+            listen("added", request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> list[str]:
         "Ends requests at once and frees their blocks; returns their ids. Unknown and finished ids are ignored."
-        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        ended = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        if (listen := self.listener) is not None:
+            listen("aborted", ended)
+        return ended
 
     def abandon(self) -> None:
         "Ends everything after a torn step. Blocks may have names for tokens that were never computed: forgets all."
@@ -64,13 +79,18 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs:
         "One step of the engine. Returns the new tokens of everybody who got one."
+        if (listen := self.listener) is not None:
+            listen.begin()
         if self.config.scheduler_config.async_scheduling:
             return step_with_batch_queue(self)
         return step_in_three_phases(self)
 
     def reset_prefix_cache(self) -> bool:
         "Forgets all names of blocks, if no request holds a block. Says whether it did."
-        return self.scheduler.kv_cache_manager.reset_prefix_cache()
+        done = self.scheduler.kv_cache_manager.reset_prefix_cache()
+        if (listen := self.listener) is not None:
+            listen("prefix cache reset", done)
+        return done
 
     def check_blocks(self) -> None:
         "Raises RuntimeError unless every block adds up."
@@ -88,16 +108,37 @@ class EngineCore:
 def execute(core: EngineCore, work: SchedulerOutput) -> ModelRunnerOutput:
     "Carries out a work order: the forward pass, then one token for every request that is due one."
     core.model_runner.execute_model(work)
-    return core.model_runner.sample_tokens()
+    if (listen := core.listener) is not None:
+        listen("executed", work)
+    sampled = core.model_runner.sample_tokens()
+    if listen is not None:
+        listen("sampled", work, sampled)
+    return sampled
+
+
+def schedule(core: EngineCore) -> SchedulerOutput:
+    "The next work order."
+    work = core.scheduler.schedule()
+    if (listen := core.listener) is not None:
+        listen("scheduled", work)
+    return work
+
+
+def update(core: EngineCore, work: SchedulerOutput, sampled: ModelRunnerOutput) -> EngineCoreOutputs:
+    "Books what a work order has brought. Returns what the caller is to be told."
+    outputs = core.scheduler.update_from_output(work, sampled)
+    if (listen := core.listener) is not None:
+        listen("updated", work, outputs)
+    return outputs
 
 
 def step_in_three_phases(core: EngineCore) -> EngineCoreOutputs:
     "Schedule, execute, update: each waits for the one before."
     if not core.scheduler.has_requests():
         return EngineCoreOutputs()
-    work = core.scheduler.schedule()
+    work = schedule(core)
     sampled = execute(core, work)
-    return core.scheduler.update_from_output(work, sampled)
+    return update(core, work, sampled)
 
 # %% ../nbs/05_engine_core.ipynb #fe2e6fd7
 BATCHES_IN_FLIGHT = 2
@@ -107,9 +148,9 @@ def step_with_batch_queue(core: EngineCore) -> EngineCoreOutputs:
     "Launches the next batch before the previous one is booked. The first call only launches."
     launched = False
     if core.scheduler.has_requests():
-        work = core.scheduler.schedule()
+        work = schedule(core)
         core.batch_queue.append((work, execute(core, work)))
         launched = work.total_num_scheduled_tokens > 0
     if not core.batch_queue or (launched and len(core.batch_queue) < BATCHES_IN_FLIGHT):
         return EngineCoreOutputs()
-    return core.scheduler.update_from_output(*core.batch_queue.popleft())
+    return update(core, *core.batch_queue.popleft())

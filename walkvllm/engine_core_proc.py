@@ -28,7 +28,6 @@ from walkvllm.frames import (
     Kind,
     Problem,
     Ready,
-    StopRecord,
     UtilityCall,
     UtilityReply,
     pack,
@@ -45,10 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'MAIN', 'INPUT', 'OUTPUT', 'LINGER', 'EngineCoreProc', 'process_input_queue',
-           'process_engine_step', 'handle_client_request', 'answer', 'process_input_socket', 'refuse',
-           'process_output_socket', 'guarded', 'noted_step', 'start_core', 'run_engine_core', 'finish', 'watch_caller',
-           'remove_sockets', 'take_pipes', 'main']
+__all__ = ['logger', 'LINGER', 'EngineCoreProc', 'process_input_queue', 'process_engine_step', 'handle_client_request',
+           'answer', 'process_input_socket', 'refuse', 'process_output_socket', 'guarded', 'start_core',
+           'run_engine_core', 'finish', 'watch_caller', 'remove_sockets', 'take_pipes', 'main']
 
 # %% ../nbs/04c_core_process.ipynb #fbd8c02b
 class EngineCoreProc:
@@ -58,10 +56,9 @@ class EngineCoreProc:
         self.core = core
         self.input_socket, self.output_socket = input_socket, output_socket  # each belongs to one thread
         self.input_queue: SimpleQueue[tuple[Kind, Any]] = SimpleQueue()
-        self.output_queue: SimpleQueue[tuple[Kind, Any, int] | None] = SimpleQueue()  # with the number of the step
+        self.output_queue: SimpleQueue[tuple[Kind, Any] | None] = SimpleQueue()
         self.stopping = False
-        self.notes: list[StopRecord] | None = None  # taken while somebody records
-        self.num_steps = self.num_held = 0
+        self.num_held = 0  # a recording can ask for this many requests before the first step
         self.utilities: dict[str, Callable[..., Any]] = {
             "check_blocks": core.check_blocks, "reset_prefix_cache": core.reset_prefix_cache, "stats": core.stats,
             "clock": time.perf_counter, "record": self.record,
@@ -76,7 +73,7 @@ class EngineCoreProc:
 
     def send(self, kind: Kind, record: Any) -> None:
         "Leaves a message for the output thread."
-        self.output_queue.put((kind, record, self.num_steps))
+        self.output_queue.put((kind, record))
 
     def stop(self) -> None:
         "Ends the busy loop after the step that is under way. A signal handler may call it."
@@ -89,59 +86,44 @@ class EngineCoreProc:
             process_input_queue(self)
             process_engine_step(self)
 
-    def note(
-        self, track: str, page: str, name: str, began: float, facts: dict[str, Any], step: int | None = None,
-        arrays: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        "Writes down what has happened since `began`, if somebody records."
-        if (notes := self.notes) is not None:
-            step = self.num_steps if step is None else step
-            notes.append(StopRecord(track, page, name, step, began, time.perf_counter(), facts, arrays or {}))
+    def record(self, on: int, limit: int = 0, num_held: int = 0, logits: int = 0) -> Any:
+        "Begins a recording of at most `limit` bytes, or ends it and returns it (page 16e)."
+        from walkvllm.trace import begin, end  # an onlooker's module: only for whoever asked to look
 
-    def record(self, on: int, num_held: int = 0) -> list[StopRecord]:
-        "Begins or ends a recording. The first step waits for `num_held` requests. The end returns the notes."
-        if self.core.config.scheduler_config.async_scheduling:
-            raise ValueError("record: async_scheduling=True lets two steps overlap; a recording has one at a time")
-        notes, self.notes = self.notes or [], [] if on else None
-        self.num_steps, self.num_held = 0, num_held if on else 0
-        return notes
+        self.num_held = num_held if on else 0
+        return begin(self.core, limit, bool(logits)) if on else end(self.core)
 
 # %% ../nbs/04c_core_process.ipynb #d08bf21e
-MAIN, INPUT, OUTPUT = "core: main thread", "core: input thread", "core: output thread"
 LINGER = 2000  # milliseconds for the last message to get out
 
 
 def process_input_queue(proc: EngineCoreProc) -> None:
     "Takes in what has come. Waits only if the core has nothing to do."
-    began = time.perf_counter()
     while not proc.stopping and (proc.num_held > 0 or not proc.core.has_work()):
         message = proc.input_queue.get()
-        proc.note(MAIN, "04", "waited", began, {}, proc.num_steps + 1)
+        if (listen := proc.core.listener) is not None:
+            listen("waited")
         handle_client_request(proc, *message)
-        began = time.perf_counter()
     while not proc.input_queue.empty():
         handle_client_request(proc, *proc.input_queue.get())
 
 
 def process_engine_step(proc: EngineCoreProc) -> None:
     "One step. What it brought for anybody leaves in one message."
-    outputs = proc.core.step() if proc.notes is None else noted_step(proc)
+    outputs = proc.core.step()
     if outputs.outputs:
         proc.send(Kind.OUTPUTS, outputs)
 
 # %% ../nbs/04c_core_process.ipynb #c3fa8001
 def handle_client_request(proc: EngineCoreProc, kind: Kind, record: Any) -> None:
     "Does what a message asks for."
-    began = time.perf_counter()
     if kind is Kind.ADD:
         proc.num_held -= 1
         try:
-            proc.core.scheduler.add_request(record)
+            proc.core.enqueue(record)
         except ValueError as error:
             logger.error("refused: %s", error)
             return
-        waiting = [r.request_id for r in proc.core.scheduler.waiting]
-        proc.note(MAIN, "05", "added", began, {"request": record.request_id, "waiting": waiting}, 0)
     elif kind is Kind.ABORT:
         proc.num_held = 0
         ended = proc.core.abort_requests(record)
@@ -162,8 +144,8 @@ def answer(proc: EngineCoreProc, call: UtilityCall) -> UtilityReply:
         result = proc.utilities[call.name](*call.args)
     except Exception as error:
         return UtilityReply(call.call_id, problem=write_down(error))
-    if call.name == "record":
-        return UtilityReply(call.call_id, stops=result)
+    if call.name == "record":  # the one answer that comes with arrays
+        return UtilityReply(call.call_id, result[0], arrays=result[1])
     return UtilityReply(call.call_id, result)
 
 # %% ../nbs/04c_core_process.ipynb #b83c059d
@@ -171,7 +153,8 @@ def process_input_socket(proc: EngineCoreProc) -> None:
     "Reads messages, for ever: frames in, checked records into the input queue."
     while True:
         frames = proc.input_socket.recv_multipart()
-        began = time.perf_counter()
+        if (listen := proc.core.listener) is not None:
+            listen.begin()
         try:
             kind, record = unpack(frames, FROM_CALLER)
             if kind is Kind.ADD:
@@ -179,15 +162,14 @@ def process_input_socket(proc: EngineCoreProc) -> None:
         except Exception as error:
             refuse(proc, frames, error)
             continue
-        if kind is Kind.ADD:
-            facts = {"request": record.request_id, "bytes": len(frames[1])}
-            proc.note(INPUT, "04", "message decoded", began, facts, 0)
+        if listen is not None and kind is Kind.ADD:
+            listen("message decoded", record, len(frames[1]))
         proc.input_queue.put((kind, record))
 
 
 def refuse(proc: EngineCoreProc, frames: Sequence[bytes], error: Exception) -> None:
     "Logs a message that cannot be taken, and gives the request in it, if one can be made out, its last word."
-    logger.error("refused a message: %s", error)
+    logger.error("refused a message: %s", str(error) or type(error).__name__)
     with suppress(Exception):
         request_id = msgspec.msgpack.decode(frames[1])[0] if frames[0] == Kind.ADD.value else None
         if isinstance(request_id, str) and request_id not in proc.core.scheduler.requests:
@@ -197,13 +179,13 @@ def refuse(proc: EngineCoreProc, frames: Sequence[bytes], error: Exception) -> N
 def process_output_socket(proc: EngineCoreProc) -> None:
     "Sends what is left in the output queue, until it finds None there."
     while (item := proc.output_queue.get()) is not None:
-        kind, record, step = item
-        began = time.perf_counter()
+        kind, record = item
+        if (listen := proc.core.listener) is not None:
+            listen.begin()
         frames = pack(kind, record)
         proc.output_socket.send_multipart(frames, copy=False)
-        if kind is Kind.OUTPUTS:
-            facts = {"bytes": len(frames[1]), "requests": [o.request_id for o in record.outputs]}
-            proc.note(OUTPUT, "04", "outputs encoded", began, facts, step)
+        if listen is not None and kind is Kind.OUTPUTS:
+            listen("outputs encoded", record, len(frames[1]))
     proc.output_socket.close(linger=LINGER)
 
 
@@ -219,25 +201,6 @@ def guarded(work: Callable[[EngineCoreProc], None], proc: EngineCoreProc) -> Non
         if work is process_output_socket:
             os._exit(1)  # nobody can be told
         proc.input_queue.put((Kind.DEAD, write_down(error)))
-
-# %% ../nbs/04c_core_process.ipynb #8c5d502b
-def noted_step(proc: EngineCoreProc) -> EngineCoreOutputs:
-    "A step that is written down phase by phase."
-    from walkvllm.walk import phases  # the onlooker's module: only for whoever asked to look
-
-    if not proc.core.scheduler.has_requests():
-        return EngineCoreOutputs()
-    proc.num_steps += 1
-    walk, began = phases(proc.core, proc.num_steps), time.perf_counter()
-    while True:
-        try:
-            stop = next(walk)
-        except StopIteration as end:
-            return end.value
-        logits = stop.objects.get("logits")
-        arrays = {} if logits is None else {"logits": logits.float().cpu().numpy().copy()}
-        proc.note(MAIN, stop.page, stop.name, began, stop.facts, arrays=arrays)
-        began = time.perf_counter()
 
 # %% ../nbs/04c_core_process.ipynb #c4842462
 def start_core(init: Init) -> EngineCore:

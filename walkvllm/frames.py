@@ -22,7 +22,7 @@ from .messages import EngineCoreOutputs, EngineCoreRequest
 
 # %% auto #0
 __all__ = ['FROM_CALLER', 'FROM_CORE', 'RECORDS', 'Kind', 'Hello', 'Init', 'Ready', 'Problem', 'UtilityCall',
-           'StopRecord', 'UtilityReply', 'write_down', 'error_from', 'pack', 'BadFrame', 'unpack']
+           'UtilityReply', 'write_down', 'error_from', 'pack', 'BadFrame', 'unpack']
 
 # %% ../nbs/04b_frames.ipynb #00114466
 class Kind(enum.Enum):
@@ -84,26 +84,13 @@ class UtilityCall(msgspec.Struct, array_like=True):
     args: list[int] = []
 
 
-class StopRecord(msgspec.Struct, array_like=True):
-    "Something that the core did, and from when to when by its clock."
-
-    track: str  # which of its threads
-    page: str
-    name: str
-    step: int
-    began: float
-    ended: float
-    facts: dict[str, Any]
-    arrays: dict[str, np.ndarray] = {}
-
-
 class UtilityReply(msgspec.Struct, array_like=True):
     "The answer to a UtilityCall."
 
     call_id: int
     result: Any = None
     problem: Problem | None = None
-    stops: list[StopRecord] = []
+    arrays: dict[str, np.ndarray] = {}
 
 
 RECORDS: dict[Kind, Any] = {

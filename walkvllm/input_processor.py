@@ -200,12 +200,9 @@ def end_tokens(config: VllmConfig, tokenizer: HFTokenizer | None) -> tuple[int |
     # Without a generation config, the model's own config says what ends an answer.
     found = (model.generation_config or read_if_there(model.model / "config.json")).get("eos_token_id")
     ids = [i for i in (found if isinstance(found, list) else [found]) if i is not None and i < model.spec.vocab_size]
-    if tokenizer is None:
-        return None, ids  # as in vLLM: without tokenizer all are ordinary stop tokens
-    own = tokenizer.eos_token_id
-    if own is not None and own < model.spec.vocab_size:
-        return own, ids
-    return next(iter(ids), None), ids
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    # as in vLLM: without a tokenizer, or one that names none, all are ordinary stop tokens
+    return own if own is not None and own < model.spec.vocab_size else None, ids
 
 # %% ../nbs/03_input.ipynb #3d6b4ccc
 class InputProcessor:

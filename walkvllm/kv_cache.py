@@ -9,13 +9,14 @@ import enum
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from .messages import EngineCoreRequest, FinishReason
 from .sampling_params import SamplingParams
 
 # %% auto #0
 __all__ = ['FINISH_REASONS', 'HashFunction', 'HASH_FUNCTIONS', 'NONE_HASH', 'RequestStatus', 'Request',
-           'hash_block_tokens', 'BlockHasher', 'KVCacheBlock', 'FreeKVCacheBlockQueue', 'BlockPool', 'cdiv',
+           'hash_block_tokens', 'BlockHasher', 'KVCacheBlock', 'FreeKVCacheBlockQueue', 'BlockPool', 'cdiv', 'HeldUp',
            'BlockTables', 'KVCacheManager', 'check_blocks']
 
 # %% ../nbs/06_blocks.ipynb #28b36d13
@@ -215,7 +216,9 @@ class BlockPool:
         self.num_gpu_blocks, self.enable_caching = num_gpu_blocks, enable_caching
         self.blocks = [KVCacheBlock(i) for i in range(num_gpu_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
-        self.cached_block_hash_to_block: dict[bytes, list[KVCacheBlock]] = {}  # equal blocks are not merged
+        # by name, then by block id in the order of publication: equal blocks are not merged
+        self.cached_block_hash_to_block: dict[bytes, dict[int, KVCacheBlock]] = {}
+        self.num_returned = 0  # blocks that have ever joined the tail of the queue: says when a look is worth it
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
 
@@ -241,7 +244,7 @@ class BlockPool:
         if block.block_hash is None:
             return
         same_name = self.cached_block_hash_to_block[block.block_hash]
-        same_name.remove(block)
+        del same_name[block.block_id]
         if not same_name:
             del self.cached_block_hash_to_block[block.block_hash]
         block.block_hash = None
@@ -249,13 +252,13 @@ class BlockPool:
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
         "A block that holds what `block_hash` names, or None."
         found = self.cached_block_hash_to_block.get(block_hash)
-        return found[0] if found else None
+        return next(iter(found.values())) if found else None
 
     def cache_full_block(self, block: KVCacheBlock, block_hash: bytes) -> None:
         "Publishes a full block under its name."
         assert block.block_hash is None and not block.is_null
         block.block_hash = block_hash
-        self.cached_block_hash_to_block.setdefault(block_hash, []).append(block)
+        self.cached_block_hash_to_block.setdefault(block_hash, {})[block.block_id] = block
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         "One more holder for each of `blocks`. A free one leaves the free queue."
@@ -272,6 +275,7 @@ class BlockPool:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 self.free_block_queue.append(block)
+                self.num_returned += 1
 
     def reset_prefix_cache(self) -> bool:
         "Forgets every name. Does nothing and returns False while any request holds a block."
@@ -288,6 +292,15 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+class HeldUp(NamedTuple):
+    "The gate's last refusal, and what it would take to come to another answer."
+
+    request: Request
+    num_tokens: int  # of the request, at that time
+    missed: list[bytes]  # the name at which its hits ended
+    num_returned: int  # the pool's count, once as many blocks have come back as were lacking
+
+
 class BlockTables:
     "The block table of every request, and what can be asked about it."
 
@@ -296,6 +309,8 @@ class BlockTables:
         self.block_pool = BlockPool(num_gpu_blocks, enable_caching)
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_blocks: dict[str, int] = {}  # how many of a request's blocks have been published
+        self.common = ("", 0)  # the last answer of get_num_common_prefix_blocks, while nobody comes or goes
+        self.held_up: HeldUp | None = None
 
     def get_block_ids(self, request_id: str) -> list[int]:
         "The block table of a request, as ids."
@@ -324,16 +339,31 @@ class BlockTables:
     def can_fit_full_sequence(self, request: Request, hits: Sequence[KVCacheBlock]) -> bool:
         "The full-sequence gate: would all tokens known so far fit the free pool now? A test, not a reservation."
         num_tokens = min(request.num_tokens, self.max_model_len)
-        return self.num_blocks_to_take(request, num_tokens, hits) <= self.block_pool.get_num_free_blocks()
+        lacking = self.num_blocks_to_take(request, num_tokens, hits) - self.block_pool.get_num_free_blocks()
+        if lacking > 0:
+            possible = (request.num_tokens - 1) // self.block_size
+            missed = request.block_hashes[len(hits) : min(len(hits) + 1, possible)]
+            self.held_up = HeldUp(request, request.num_tokens, missed, lacking + self.block_pool.num_returned)
+        return lacking <= 0
+
+    def still_held_up(self, request: Request) -> bool:
+        "Whether the gate's last refusal must be repeated: too few blocks came back, and no further hit is there."
+        last, pool = self.held_up, self.block_pool
+        if last is None or last.request is not request or last.num_tokens != request.num_tokens:
+            return False
+        found = any(name in pool.cached_block_hash_to_block for name in last.missed)
+        return not found and pool.num_returned < last.num_returned
 
     def get_num_common_prefix_blocks(self, request_id: str) -> int:
         "How many of the first blocks of `request_id` are held by every request that holds any (0 without caching)."
-        table, num_holders = self.req_to_blocks[request_id], len(self.req_to_blocks)
         if not self.enable_caching:
             return 0
-        if num_holders == 1:
-            return len(table)  # alone: its whole table, however long, without a look at it
-        return next((i for i, block in enumerate(table) if block.ref_cnt != num_holders), len(table))
+        table, num_holders = self.req_to_blocks[request_id], len(self.req_to_blocks)
+        count = self.common[1] if self.common[0] == request_id else 0
+        while count < len(table) and table[count].ref_cnt == num_holders:
+            count += 1
+        self.common = (request_id, count)
+        return count
 
 # %% ../nbs/06_blocks.ipynb #7821a56c
 class KVCacheManager(BlockTables):
@@ -356,7 +386,8 @@ class KVCacheManager(BlockTables):
             self.block_pool.touch(hits)
             new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
             table += [*hits, *new_blocks]
-            self.req_to_blocks[request.request_id] = table
+            if request.request_id not in self.req_to_blocks:
+                self.req_to_blocks[request.request_id], self.common = table, ("", 0)
             if hits:
                 self.num_cached_blocks[request.request_id] = len(hits)
         # only tokens whose ids are known can be named; a token in flight cannot
@@ -379,6 +410,7 @@ class KVCacheManager(BlockTables):
         "Returns all blocks of `request` to the pool, the last block first. A request without blocks is fine."
         self.block_pool.free_blocks(reversed(self.req_to_blocks.pop(request.request_id, [])))
         self.num_cached_blocks.pop(request.request_id, None)
+        self.common = ("", 0)
 
     def reset_prefix_cache(self) -> bool:
         "Forgets every name, if no request holds a block. Says whether it did."
@@ -397,7 +429,7 @@ def check_blocks(manager: BlockTables) -> None:
         for block in table:
             holders[block.block_id] += 1
     free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
-    named = {id(block) for blocks in pool.cached_block_hash_to_block.values() for block in blocks}
+    named = {id(block) for same in pool.cached_block_hash_to_block.values() for block in same.values()}
     problems = []
     if len(free) != pool.get_num_free_blocks():
         problems.append(f"{len(free)} blocks in the free queue, but it says {pool.get_num_free_blocks()}")

@@ -11,7 +11,7 @@ import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,8 +26,8 @@ from .output_processor import OutputProcessor, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams
 
 # %% auto #0
-__all__ = ['ONLY_IN_VLLM', 'INSTEAD', 'Prepared', 'interrupts_after', 'LLMEngine', 'engine_args_from', 'LLM', 'as_list',
-           'naming', 'run', 'Progress']
+__all__ = ['ONLY_IN_VLLM', 'ONLY_IN_VLLMS_CALLS', 'INSTEAD', 'Prepared', 'interrupts_after', 'LLMEngine',
+           'engine_args_from', 'check_only_in_vllm', 'check_call', 'LLM', 'as_list', 'naming', 'run', 'Progress']
 
 # %% ../nbs/01_generate.ipynb #b58a786d
 @contextmanager
@@ -66,7 +66,7 @@ class LLMEngine:
         tokenizer = self.input_processor.tokenizer
         self.output_processor = OutputProcessor(tokenizer.backend if tokenizer else None)  # EngineCoreOutput -> text
         self.engine_core: Any = make_client(config, multiprocess)  # everything that computes
-        self.closed = False
+        self.closed, self.lock = False, threading.RLock()  # one thread at a time: the others wait
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, multiprocess: bool | None = None) -> LLMEngine:
@@ -77,32 +77,39 @@ class LLMEngine:
         self, request_id: str, prompt: Any, params: SamplingParams, arrival_time: float | None = None, priority: int = 0
     ) -> str:
         "Queues one prompt and returns its id. A refused prompt leaves no trace."
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id: must be a string, got {type(request_id).__name__}")
         self.check_open()
+        if (listen := self.engine_core.listener) is not None:
+            listen.begin()
         request = self.input_processor.process_inputs(request_id, prompt, params, arrival_time, priority)
-        self.submit(request, parse_prompt(prompt).text)
+        text = parse_prompt(prompt).text
+        if listen is not None:
+            listen("input processed", request, text)
+        self.submit(request, text)
         return request_id
 
     @interrupts_after()
     def submit(self, request: EngineCoreRequest, prompt: str | None) -> None:
         "Sends a checked request to the core. The output side knows it first, so that no output arrives unknown."
-        self.check_open()
-        messages, sent = self.output_processor.add_request(request, prompt), []  # several if n > 1 (page 15b)
-        try:
-            for message in messages:
-                self.engine_core.add_request(message)
-                sent.append(message.request_id)
-        except Exception:
-            self.output_processor.abort_requests([request.request_id])
-            self.engine_core.abort_requests(sent)
-            raise
+        with self.lock:
+            self.check_open()
+            messages, sent = self.output_processor.add_request(request, prompt), []  # several if n > 1 (page 15b)
+            try:
+                for message in messages:
+                    self.engine_core.add_request(message)
+                    sent.append(message.request_id)
+            except Exception:
+                self.output_processor.abort_requests([request.request_id])
+                self.engine_core.abort_requests(sent)
+                raise
 
     def step(self) -> list[RequestOutput]:
         "One step of the core, and what it brought for the caller. An error in it ends all requests."
-        self.check_open()
-        self.engine_core.wait()  # for a core in another process; Ctrl-C is welcome here
-        return self.take_outputs()
+        with self.lock:
+            self.check_open()
+            if (listen := self.engine_core.listener) is not None:
+                listen.begin()
+            self.engine_core.wait()  # for a core in another process; Ctrl-C is welcome here
+            return self.take_outputs()
 
     @interrupts_after()
     def take_outputs(self) -> list[RequestOutput]:
@@ -112,7 +119,11 @@ class LLMEngine:
         except BaseException:  # the core has ended all requests, or is dead
             self.output_processor.abort_requests(list(self.output_processor.request_states))
             raise
+        if (listen := self.engine_core.listener) is not None:
+            listen("outputs decoded", outputs, self.output_processor)
         request_outputs, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs)
+        if listen is not None:
+            listen("text out", request_outputs, reqs_to_abort)
         if reqs_to_abort:  # a stop string ended them here; the core does not know
             self.engine_core.abort_requests(reqs_to_abort)
         return request_outputs
@@ -120,9 +131,10 @@ class LLMEngine:
     @interrupts_after()
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         "Ends these requests without an output. Unknown ids are ignored."
-        known = self.output_processor.abort_requests([request_ids] if isinstance(request_ids, str) else request_ids)
-        if known:
-            self.engine_core.abort_requests(known)
+        with self.lock:
+            known = self.output_processor.abort_requests([request_ids] if isinstance(request_ids, str) else request_ids)
+            if known:
+                self.engine_core.abort_requests(known)
 
     def has_unfinished_requests(self) -> bool:
         "Whether an answer is still to come."
@@ -139,7 +151,7 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         "Frees the model and the KV cache. May be called twice."
-        if not self.closed:
+        with self.lock:
             self.closed = True
             self.engine_core.shutdown()
 
@@ -183,6 +195,12 @@ ONLY_IN_VLLM: dict[str, tuple[Any, ...]] = {  # argument: the values that mean t
     "stream_interval": (1,),
     "disable_log_stats": (True,),
 }
+ONLY_IN_VLLMS_CALLS: dict[str, tuple[Any, ...]] = {
+    "lora_request": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "chat_template_content_format": ("auto", "string"),
+    "continue_final_message": (False,),
+}
 INSTEAD = {
     "gpu_memory_utilization": "give the size of the KV cache with num_gpu_blocks_override or kv_cache_memory_bytes",
     "trust_remote_code": "no code out of a model's directory is ever run",
@@ -203,11 +221,24 @@ def engine_args_from(model: str | Path | None, arguments: dict[str, Any]) -> Eng
         elif name not in ONLY_IN_VLLM:
             close = difflib.get_close_matches(name, [*known, *ONLY_IN_VLLM], n=1)
             raise TypeError(f"unknown argument {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-        elif not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in ONLY_IN_VLLM[name]):
-            same = " or ".join(map(repr, ONLY_IN_VLLM[name]))
-            advice = INSTEAD.get(name, f"only {same} means the same here" if same else "leave it out")
-            raise ValueError(f"{name}={value!r} is not built; {advice}")
+        else:
+            check_only_in_vllm(name, value, ONLY_IN_VLLM[name])
     return EngineArgs(**kept)
+
+
+def check_only_in_vllm(name: str, value: Any, same: tuple[Any, ...]) -> None:
+    "ValueError unless `value` is one of those that mean the same without the argument."
+    if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in same):
+        only = f"only {' or '.join(map(repr, same))} means the same here" if same else "leave it out"
+        raise ValueError(f"{name}={value!r} is not built; {INSTEAD.get(name, only)}")
+
+
+def check_call(arguments: dict[str, Any]) -> None:
+    "The same for the arguments of generate() and chat() that only vLLM has. TypeError for one that it has not either."
+    for name, value in arguments.items():
+        if name not in ONLY_IN_VLLMS_CALLS:
+            raise TypeError(f"unknown argument {name!r}")
+        check_only_in_vllm(name, value, ONLY_IN_VLLMS_CALLS[name])
 
 # %% ../nbs/01_generate.ipynb #38458056
 Prepared = list[tuple[EngineCoreRequest, str | None]]  # messages to the core, each with the text that stays here
@@ -239,6 +270,8 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
+        trace: str | Path | Callable[[Any], object] | None = None,
+        **only_in_vllm: Any,
     ) -> list[RequestOutput]:
         """The answers to one prompt or a list of them, in the order of the prompts.
 
@@ -246,12 +279,20 @@ class LLM:
         sampling_params: one for all, or a list with one for each; None: the model's own defaults.
         use_tqdm: whether to show progress, or what to show it with.
         tokenization_kwargs: truncate_prompt_tokens, truncation_side, add_special_tokens (page 03).
+        trace: a file to write the recorded run to, or a function to call with it (page 16e).
         """
+        check_call(only_in_vllm)
         name: str | None = "prompts"
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(as_list(prompts)), None), int):
             name, prompts = None, [prompts]
-        prepared = self._prepare(name, prompts, sampling_params, priority, tokenization_kwargs)
-        return run(self.llm_engine, prepared, use_tqdm)
+        with self.llm_engine.lock, nullcontext() if trace is None else self._traced(trace):
+            prepared = self._prepare(name, prompts, sampling_params, priority, tokenization_kwargs)
+            return run(self.llm_engine, prepared, use_tqdm)
+
+    def _traced(self, trace: Any) -> AbstractContextManager[None]:
+        from walkvllm.trace import traced
+
+        return traced(self, trace)
 
     def chat(
         self,
@@ -264,8 +305,10 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
+        **only_in_vllm: Any,
     ) -> list[RequestOutput]:
         "Like generate(), on a conversation (a list of messages) or a list of conversations."
+        check_call(only_in_vllm)
         single = isinstance(next(iter(as_list(messages)), None), dict)
         tokenizer, name, prompts = self.get_tokenizer(), None if single else "conversations", []
         # The template has written the special tokens: unless it is told to, the tokenizer does not add its own.
@@ -276,8 +319,9 @@ class LLM:
                     conversation, add_generation_prompt, chat_template, tools=tools, **(chat_template_kwargs or {})
                 )
                 prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=special)})
-        prepared = self._prepare(name, prompts, sampling_params, None, tokenization_kwargs)
-        return run(self.llm_engine, prepared, use_tqdm)
+        with self.llm_engine.lock:
+            prepared = self._prepare(name, prompts, sampling_params, None, tokenization_kwargs)
+            return run(self.llm_engine, prepared, use_tqdm)
 
     def _prepare(
         self,
@@ -299,11 +343,15 @@ class LLM:
         for i, (prompt, one, rank) in enumerate(zip(prompts, all_params, ranks, strict=True)):
             with naming(name, i):
                 request_id = str(next(self.request_counter))
+                if (listen := self.llm_engine.engine_core.listener) is not None:
+                    listen.begin()
                 request = self.llm_engine.input_processor.process_inputs(
                     request_id, prompt, one, priority=rank, tokenization_kwargs=tokenization_kwargs
                 )
             request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY  # on our copy, not on the caller's
             prepared.append((request, parse_prompt(prompt).text))
+            if listen is not None:
+                listen("input processed", *prepared[-1])
         return prepared
 
     def walk(
@@ -329,13 +377,15 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         "Forgets all cached blocks; False, and nothing changes, while requests hold blocks."
-        self.llm_engine.check_open()
-        return self.llm_engine.engine_core.reset_prefix_cache()
+        with self.llm_engine.lock:
+            self.llm_engine.check_open()
+            return self.llm_engine.engine_core.reset_prefix_cache()
 
     def check_blocks(self) -> None:
         "Raises RuntimeError unless free blocks plus held blocks are all blocks."
-        self.llm_engine.check_open()
-        self.llm_engine.engine_core.check_blocks()
+        with self.llm_engine.lock:
+            self.llm_engine.check_open()
+            self.llm_engine.engine_core.check_blocks()
 
     def shutdown(self) -> None:
         "Frees the model and the KV cache. May be called twice; nothing else may be called afterwards."
@@ -377,6 +427,8 @@ def run(engine: LLMEngine, prepared: Prepared, use_tqdm: bool | Callable[..., An
             engine.submit(request, prompt)
         while engine.has_unfinished_requests():
             for output in engine.step():
+                if (listen := engine.engine_core.listener) is not None:
+                    listen("taken", output)
                 answers[output.request_id] = output
                 progress.update(output)
     finally:

@@ -29,6 +29,18 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     priority: int = 0  # lower runs first, under the priority policy
     cache_salt: str | None = None  # requests with different salts share no block
 
+    def __post_init__(self) -> None:
+        "TypeError or ValueError for what the core could not read: a request that it refuses has no name to answer to."
+        for name, value in (("request_id", self.request_id), ("cache_salt", self.cache_salt or "")):
+            if not isinstance(value, str):
+                raise TypeError(f"{name}: must be a string, got {type(value).__name__}")
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{name}={value!r} is not valid Unicode") from None
+        if not isinstance(self.arrival_time, (int, float)):
+            raise TypeError(f"arrival_time: must be a number of seconds, got {type(self.arrival_time).__name__}")
+
 # %% ../nbs/04_boundary.ipynb #ddd032e4
 class FinishReason(enum.IntEnum):
     "Why a request ended. `str()` gives the word that the caller sees."
@@ -72,6 +84,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     "Everything that one step gives back."
 
     outputs: list[EngineCoreOutput] = []
+    stamp: tuple[int, float] | None = None  # while a run is recorded (page 16e): step, and when it ended for the core
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):

@@ -24,9 +24,7 @@ __all__ = ['rms_norm', 'silu_and_mul', 'rope_inv_freq', 'rope_table', 'apply_rop
 # %% ../nbs/09_model.ipynb #40ec3d87
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     "Returns x over its root mean square, times weight. x: [..., D]; inside in float32, then x's dtype, then weight."
-    x32 = x.float()
-    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return x32.to(x.dtype) * weight
+    return F.rms_norm(x, x.shape[-1:], None, eps) * weight  # torch's own rounds before it returns
 
 # %% ../nbs/09_model.ipynb #3cd6d2cf
 def silu_and_mul(x: Tensor) -> Tensor:

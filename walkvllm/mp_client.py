@@ -16,9 +16,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -40,6 +41,9 @@ from walkvllm.frames import (
 )
 from .messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
+if TYPE_CHECKING:
+    from walkvllm.events import Listener
+
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
@@ -57,13 +61,14 @@ COMMAND = ("-P", "-m", "walkvllm.engine_core_proc")  # -P: the current directory
 
 def import_zmq() -> Any:
     "pyzmq, which only a core in its own process needs. RuntimeError says what to do without it."
+    instead = "keep the core here with LLM(multiprocess=False)"
+    if sys.platform == "win32":
+        raise RuntimeError(f"a core in its own process needs ipc:// sockets, and Windows has none; {instead}")
     try:
         import zmq
         import zmq.asyncio
     except ImportError:
-        raise RuntimeError(
-            "a core in its own process needs pyzmq; install it, or keep the core here with multiprocess=False"
-        ) from None
+        raise RuntimeError(f"a core in its own process needs pyzmq; install it, or {instead}") from None
     return zmq
 
 
@@ -71,7 +76,7 @@ def socket_directory(longest: int) -> Path:
     "A new directory that only this user can enter. ValueError if a socket's path in it is too long for the system."
     for parent in (None, "/tmp"):
         directory = Path(tempfile.mkdtemp(prefix="walkvllm-", dir=parent))
-        if len(os.fsencode(directory / "output")) <= longest:
+        if len(os.fsencode(directory / "output")) <= longest and str(directory).isprintable():  # else it is not UTF-8
             return directory
         directory.rmdir()
     raise ValueError(f"TMPDIR={tempfile.gettempdir()!r} must be shorter: a socket's path may have {longest} bytes")
@@ -82,7 +87,7 @@ class CoreProcess:
 
     def __init__(self) -> None:
         zmq = import_zmq()
-        self.owner, self.closed, self.identity = os.getpid(), False, b""
+        self.owner, self.done, self.identity = os.getpid(), False, b""
         self.directory = socket_directory(zmq.IPC_PATH_MAX_LEN)
         self.context = zmq.Context()
         try:
@@ -93,6 +98,7 @@ class CoreProcess:
             path = os.pathsep.join(p or os.getcwd() for p in sys.path)  # the child finds what this process finds
             self.process = subprocess.Popen(
                 [sys.executable, *COMMAND, str(self.directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=None if sys.__stderr__ else subprocess.DEVNULL,  # whoever runs without one
                 bufsize=0, env=os.environ | {"PYTHONPATH": path}, start_new_session=True,
             )  # fmt: skip
         except BaseException:
@@ -105,6 +111,11 @@ class CoreProcess:
         for what in (self.output_socket, self.pipe):
             self.poller.register(what, zmq.POLLIN)
         self.pipe_poller.register(self.pipe, zmq.POLLIN)
+
+    @property
+    def closed(self) -> bool:
+        "Whether it is of no use any more: after `close`, and in a fork of the process that it belongs to."
+        return self.done or os.getpid() != self.owner
 
     def ended(self) -> bool:
         "Whether the child has closed its pipe, as it does when it ends, however it ends."
@@ -123,20 +134,21 @@ class CoreProcess:
 
     def close(self, grace: float = 5.0) -> None:
         "Ends the child, after `grace` seconds by force, and removes the sockets. May be called twice."
-        if self.closed or os.getpid() != self.owner:  # a fork of the owner owns nothing
+        if self.closed:
             return
-        self.closed = True
+        self.done = True
         self.process.terminate()
         try:
-            self.process.wait(timeout=grace)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=grace)
+        finally:  # Ctrl-C may come while it waits
+            self.process.kill()  # does nothing to one that has ended
             self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self.context.destroy(linger=0)
-        remove_sockets(self.directory)
+            for pipe in (self.process.stdin, self.process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            self.context.destroy(linger=0)
+            remove_sockets(self.directory)
 
 # %% ../nbs/04d_clients.ipynb #22b024ca
 @dataclass(slots=True)
@@ -230,7 +242,7 @@ class OpenRequests:
             if owner is not None:
                 output.request_id = owner
                 wanted.append(output)
-        return EngineCoreOutputs(wanted)
+        return EngineCoreOutputs(wanted, outputs.stamp)
 
 # %% ../nbs/04d_clients.ipynb #7c33caf5
 LAST_WORDS_MS = 200  # how long after the end of the pipe a message may still come out of the socket
@@ -244,6 +256,7 @@ class MPClient:
         self.close_child = weakref.finalize(self, self.child.close)  # also if nobody calls shutdown()
         self.book, self.pending = OpenRequests(), deque[EngineCoreOutputs]()
         self.num_calls, self.cause = 0, ""  # cause: of death
+        self.listener: Listener | None = None
         try:
             self.ready, self.clock = handshake(self.child, config)
         except BaseException:
@@ -255,7 +268,7 @@ class MPClient:
         if self.cause:
             raise EngineDeadError(self.cause)
         if self.child.closed:
-            raise RuntimeError("this engine has been shut down; make a new one")
+            raise RuntimeError("this engine has been shut down, or belongs to another process; make a new one")
         if self.child.ended():
             raise self.died()
 
@@ -272,24 +285,30 @@ class MPClient:
     def send(self, kind: Kind, record: Any) -> None:
         "Sends one message. Never waits."
         self.check_alive()
-        self.child.input_socket.send_multipart([self.child.identity, *pack(kind, record)], copy=False)
+        if (listen := self.listener if kind is Kind.ADD else None) is not None:
+            listen.begin()
+        frames = pack(kind, record)
+        if listen is not None:
+            listen("message encoded", record, len(frames[1]))
+        self.child.input_socket.send_multipart([self.child.identity, *frames], copy=False)
+        if listen is not None:
+            listen("message sent", record)
 
     def receive(self) -> tuple[Kind, Any]:
-        "The next message. Waits for it; EngineDeadError if none will come."
+        "The next message. Waits for it; EngineDeadError if none will come. A bad one reads as a step with no outputs."
         socket = self.child.output_socket
-        while True:
-            if self.cause or self.child.closed:
-                self.check_alive()
-            if socket not in dict(self.child.poller.poll()):
-                raise self.died()  # only the pipe has something to say
-            try:
-                kind, record = unpack(socket.recv_multipart(), FROM_CORE)
-            except BadFrame as error:
-                logger.error("refused a message of the engine core: %s", error)
-                continue
-            if kind is Kind.DEAD:
-                raise self.died(record)
-            return kind, record
+        if self.cause or self.child.closed:
+            self.check_alive()
+        if socket not in dict(self.child.poller.poll()):
+            raise self.died()  # only the pipe has something to say
+        try:
+            kind, record = unpack(socket.recv_multipart(), FROM_CORE)
+        except BadFrame as error:
+            logger.error("refused a message of the engine core: %s", error)
+            return Kind.OUTPUTS, EngineCoreOutputs()  # not the next one: whoever is here has time for one message
+        if kind is Kind.DEAD:
+            raise self.died(record)
+        return kind, record
 
     def add_request(self, request: EngineCoreRequest) -> None:
         "Sends one request in. Raises ValueError if its id is in use."
@@ -307,7 +326,8 @@ class MPClient:
         "Ends requests. Unknown and finished ids are ignored, and so is everything once the core is dead."
         wire_ids = self.book.abort(request_ids)
         if wire_ids and not self.cause and not self.child.closed:
-            self.send(Kind.ABORT, wire_ids)
+            with suppress(EngineDeadError):  # who waits is told; whoever leaves need not know
+                self.send(Kind.ABORT, wire_ids)
 
     def shutdown(self) -> None:
         "Ends the core's process and removes its sockets. Can be called twice."
@@ -337,7 +357,9 @@ class SyncMPClient(MPClient):
         "Returns when `get_output` need not wait. Ctrl-C may come here: nothing is torn."
         while self.book.wire_ids and not self.pending and not self.child.closed:
             if self.child.poller.poll(1000):  # not longer: Python looks for an interrupt in between
-                return
+                break
+        if (listen := self.listener) is not None:
+            listen("waited")
 
     def get_output(self) -> EngineCoreOutputs:
         "What a step has brought; waits for it if a request is open."
@@ -387,6 +409,7 @@ class AsyncMPClient(MPClient):
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
         self.replies: dict[int, asyncio.Future[UtilityReply]] = {}
+        self.asleep: asyncio.Future[Any] | None = None  # what the task that receives waits for
         zmq = import_zmq()
         self.poller = zmq.asyncio.Poller()
         for what in (self.child.output_socket, self.child.pipe):
@@ -395,25 +418,40 @@ class AsyncMPClient(MPClient):
     async def get_output_async(self) -> EngineCoreOutputs:
         "What a step has brought, when it comes."
         while not self.pending:
-            if self.child.closed or self.child.poller.poll(0) or await self.poller.poll():
-                kind, record = self.receive()  # does not wait now
-                if kind is Kind.OUTPUTS:
-                    self.pending.append(record)
-                elif (future := self.replies.pop(record.call_id, None)) and not future.done():
-                    future.set_result(record)
+            if not self.child.closed and not self.child.poller.poll(0):
+                self.asleep = self.poller.poll()
+                if not await self.asleep:
+                    continue  # woken by `give_up`
+            if (listen := self.listener) is not None:
+                listen("waited")
+            kind, record = self.receive()  # does not wait now
+            if kind is Kind.OUTPUTS:
+                self.pending.append(record)
+            elif (future := self.replies.pop(record.call_id, None)) and not future.done():
+                future.set_result(record)
         return self.book.arrived(self.pending.popleft())
 
     def died(self, problem: Problem | None = None) -> EngineDeadError:
         error = super().died(problem)
+        self.give_up(error)
+        return error
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.give_up(RuntimeError("this engine has been shut down"))
+
+    def give_up(self, error: Exception) -> None:
+        "Wakes whoever waits here: those who have asked get the error, and who receives finds out why."
+        if self.asleep is not None and not self.asleep.done():
+            self.asleep.set_result([])
         for future in self.replies.values():
             if not future.done():
-                future.set_exception(EngineDeadError(self.cause))
+                future.set_exception(type(error)(str(error)))
         self.replies.clear()
-        return error
 
     async def call_async(self, name: str, *args: int) -> UtilityReply:
         "Asks the core a question. The task that receives outputs brings the answer."
         self.num_calls += 1
-        future = self.replies[self.num_calls] = asyncio.get_running_loop().create_future()
         self.send(Kind.UTILITY, UtilityCall(self.num_calls, name, list(args)))
+        future = self.replies[self.num_calls] = asyncio.get_running_loop().create_future()
         return checked(await future)

@@ -5,23 +5,23 @@
 # %% ../nbs/16c_two_processes.ipynb #e4b1b272
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from .frames import Kind, StopRecord, pack
 from .show import PALETTE, Picture
-from .walk import Stop, add_texts, lines
+from .trace import LIMIT, Recording, Run
+from .walk import Stop, lines
 
 if TYPE_CHECKING:
+    from walkvllm.events import Event
     from walkvllm.llm import LLM
     from walkvllm.sampling_params import SamplingParams
 
 # %% auto #0
-__all__ = ['CALLER', 'TRACKS', 'KINDS', 'Span', 'TimedStop', 'Notes', 'enter', 'leave', 'record', 'on_our_clock',
-           'numbered', 'spans_of', 'show_timeline']
+__all__ = ['CALLER', 'TRACKS', 'KINDS', 'Span', 'TimedStop', 'record_walk', 'stops_of', 'stop_of', 'spans_of',
+           'show_timeline']
 
 # %% ../nbs/16c_two_processes.ipynb #5042f18d
 CALLER = "caller"
@@ -38,92 +38,46 @@ class TimedStop(Stop):
     def __repr__(self) -> str:
         return "\n".join([f"{self.name}, step {self.step}, {self.track}", *lines(self)])
 
-
-class Notes:
-    "The caller's notes."
-
-    def __init__(self) -> None:
-        self.stops: list[TimedStop] = []
-        self.step, self.began = 0, time.perf_counter()
-
-    def note(self, page: str, name: str, facts: dict[str, Any], objects: dict[str, Any]) -> None:
-        "Writes down what has happened since the last note."
-        now = time.perf_counter()
-        self.stops.append(TimedStop(page, name, self.step, facts, objects, CALLER, self.began, now))
-        self.began = time.perf_counter()
-
 # %% ../nbs/16c_two_processes.ipynb #bb863963
-def enter(notes: Notes, llm: LLM, request_id: str, prompt: Any, params: SamplingParams) -> None:
-    "One prompt on its way in."
-    engine = llm.llm_engine
-    request = engine.input_processor.process_inputs(request_id, prompt, params)
-    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
-    ids, longest = request.prompt_token_ids, request.sampling_params.max_tokens
-    facts = {"request": request_id, "token_ids": ids, "max_tokens": longest, "text": text}
-    notes.note("03", "input processed", facts, {"request": request})
-    data = pack(Kind.ADD, request)[1]
-    notes.note("04", "message encoded", {"request": request_id, "bytes": len(data)}, {"data": data})
-    engine.submit(request, text)
-    notes.note("04", "message sent", {"request": request_id}, {})
-
-
-def leave(notes: Notes, llm: LLM) -> None:
-    "What the core's next message brings: waiting, reading, text."
-    engine, client = llm.llm_engine, llm.llm_engine.engine_core
-    notes.step += 1
-    client.wait()
-    notes.note("04", "waited", {}, {})
-    outputs = client.get_output()
-    notes.note("04", "outputs decoded", {"requests": [o.request_id for o in outputs.outputs]}, {"outputs": outputs})
-    made, to_abort = engine.output_processor.process_outputs(outputs.outputs)
-    client.abort_requests(to_abort)
-    facts = {
-        "texts": {o.request_id: o.outputs[0].text for o in made},
-        "finished": {o.request_id: o.outputs[0].finish_reason for o in made if o.finished},
-        "aborted_in_core": to_abort,
-    }
-    notes.note("15", "text out", facts, {"request_outputs": made})
-
-# %% ../nbs/16c_two_processes.ipynb #bf151234
-def record(
+def record_walk(
     llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams], request_ids: Sequence[str],
     together: bool = True,
-) -> list[TimedStop]:  # fmt: skip
-    "Runs the prompts to their end through a core in another process. Returns what happened on both sides, in order."
-    engine, client = llm.llm_engine, llm.llm_engine.engine_core
-    client.call("record", 1, len(prompts) if together else 0)
-    while client.pending:  # last words from before
-        client.get_output()
-    notes = Notes()
-    try:
-        for name, prompt, one in zip(request_ids, prompts, params, strict=True):
-            enter(notes, llm, name, prompt, one)
-        while engine.has_unfinished_requests():
-            leave(notes, llm)
-    finally:
-        engine.abort_request(list(request_ids))
-        records = client.call("record", 0).stops
-    stats = client.stats()
-    home = {"free_blocks": stats.num_free_blocks, "all_blocks": stats.num_blocks}
-    notes.note("06", "blocks home", home | {"hashes_remembered": stats.num_cached_blocks}, {})
-    theirs = on_our_clock(records, client.clock.value)
-    for stop in theirs:
-        add_texts(stop, engine)
-    return sorted([*numbered(notes.stops, theirs), *theirs], key=lambda stop: stop.ended)
+) -> Run:  # fmt: skip
+    "Runs the prompts to their end under these names, and returns the recorded run."
+    engine, in_process = llm.llm_engine, hasattr(llm.llm_engine.engine_core, "engine_core")
+    num_held = sum(p.n for p in params) if together and not in_process else 0
+    with Recording(llm, LIMIT, num_held, logits=True) as run:
+        try:
+            for name, prompt, one in zip(request_ids, prompts, params, strict=True):
+                engine.add_request(name, prompt, one)
+            while engine.has_unfinished_requests():
+                engine.step()
+        finally:
+            engine.abort_request(list(request_ids))
+    return run
 
 
-def on_our_clock(records: Iterable[StopRecord], offset: float) -> list[TimedStop]:
-    "The core's notes, with their times moved to the caller's clock."
-    return [
-        TimedStop(r.page, r.name, r.step, r.facts, dict(r.arrays), r.track, r.began - offset, r.ended - offset)
-        for r in records
-    ]
+def stops_of(run: Run) -> list[TimedStop]:
+    "The run as stops: the texts grow, the logits are there, and at the end all blocks are counted."
+    texts, stops = dict[str, str](), []
+    for event in run.events:
+        facts, objects = event.facts, {}
+        if event.stop == "text out":
+            texts = texts | {name: texts.get(name, "") + new for name, new in facts["new_texts"].items()}
+            facts = facts | {"texts": {name: texts.get(name, "") for name in facts["told"]}}
+        elif event.stop == "executed" and str(event.step) in run.logits:
+            objects = {"logits": run.logits[str(event.step)]}
+        elif event.stop == "recording ended":
+            everyone = {"free_blocks": len(facts["free"]), "all_blocks": run.engine["num_blocks"] - 1}
+            stops.append(stop_of(event, everyone | {"hashes_remembered": len(facts["remembered"])}, {}, "blocks home"))
+        if not event.stop.startswith("recording"):
+            stops.append(stop_of(event, facts, objects))
+    return stops
 
 
-def numbered(ours: list[TimedStop], theirs: list[TimedStop]) -> list[TimedStop]:
-    "The caller's notes with the core's step numbers: its n-th message is the n-th that the core has sent."
-    sent = [0, *(s.step for s in theirs if s.name == "outputs encoded")]
-    return [replace(stop, step=sent[min(stop.step, len(sent) - 1)]) for stop in ours]
+def stop_of(event: Event, facts: dict[str, Any], objects: dict[str, Any], name: str = "") -> TimedStop:
+    page, name = ("06", name) if name else (event.page, event.stop)
+    return TimedStop(page, name, event.step, facts, objects, event.track, event.began, event.ended)
 
 # %% ../nbs/16c_two_processes.ipynb #f99f85a4
 TRACKS = (CALLER, "core: input thread", "core: main thread", "core: output thread")

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from walkvllm.sampling_params import SamplingParams
 
 # %% auto #0
-__all__ = ['NUMBERS', 'SWITCHES', 'MEMBERS', 'Limits', 'check_number', 'is_token_id', 'Members', 'check_members',
-           'check_logit_bias', 'check_pairs', 'check_params', 'check_vocabulary', 'check_against_model',
-           'check_something_is_left', 'bad_word_token_ids']
+__all__ = ['NUMBERS', 'SWITCHES', 'MEMBERS', 'Limits', 'shown', 'check_number', 'is_token_id', 'is_text', 'Members',
+           'check_members', 'check_logit_bias', 'check_pairs', 'check_params', 'check_vocabulary',
+           'check_against_model', 'check_something_is_left', 'bad_word_token_ids']
 
 # %% ../nbs/02b_parameters.ipynb #c8f27997
 class Limits(NamedTuple):
@@ -23,21 +23,21 @@ class Limits(NamedTuple):
 
     kind: type  # int; or float, which takes both
     smallest: float
-    largest: float = 3.4028235e38  # of float32
+    largest: float = 2**63 - 1  # what a message can carry
     open: bool = False  # the smallest itself is not allowed
     optional: bool = False  # None is
 
 
 NUMBERS = {
     "n": Limits(int, 1, 16384),  # vLLM's VLLM_MAX_N_SEQUENCES
-    "temperature": Limits(float, 0),
+    "temperature": Limits(float, 0, 3.4028235e38),  # float32's largest
     "top_p": Limits(float, 0, 1, open=True),
     "top_k": Limits(int, -1),
     "min_p": Limits(float, 0, 1),
     "presence_penalty": Limits(float, -2, 2),
     "frequency_penalty": Limits(float, -2, 2),
-    "repetition_penalty": Limits(float, 0, open=True),
-    "seed": Limits(int, -(2**63), 2**63 - 1, optional=True),
+    "repetition_penalty": Limits(float, 1e-4, 1e4),
+    "seed": Limits(int, -(2**63), optional=True),
     "max_tokens": Limits(int, 1, optional=True),
     "min_tokens": Limits(int, 0),
     "logprobs": Limits(int, -1, optional=True),
@@ -45,18 +45,26 @@ NUMBERS = {
 }
 
 # %% ../nbs/02b_parameters.ipynb #e4068883
+def shown(value: Any) -> str:
+    "The beginning of a value's `repr`, for an error message. Some have none: an integer of 5,000 digits."
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
 def check_number(name: str, value: Any, limits: Limits) -> Any:
     "`value` as a plain int or float. ValueError with the name, the value and the limits if it is not allowed."
     if value is None and limits.optional:
         return None
-    kind = "an integer" if limits.kind is int else "a finite number"
+    kind = "an integer (Python's own int)" if limits.kind is int else "a finite number (Python's own int or float)"
     is_number = isinstance(value, int if limits.kind is int else int | float) and not isinstance(value, bool)
     if not is_number or value != value or abs(value) == math.inf:
-        raise ValueError(f"{name}={value!r} must be {kind}")
+        raise ValueError(f"{name}={shown(value)} must be {kind}")
     if value < limits.smallest or (limits.open and value == limits.smallest):
-        raise ValueError(f"{name}={value!r:.50} must be {'above' if limits.open else 'at least'} {limits.smallest}")
+        raise ValueError(f"{name}={shown(value)} must be {'above' if limits.open else 'at least'} {limits.smallest}")
     if value > limits.largest:
-        raise ValueError(f"{name}={value!r:.50} must be at most {limits.largest}")
+        raise ValueError(f"{name}={shown(value)} must be at most {limits.largest}")
     return limits.kind(value)
 
 # %% ../nbs/02b_parameters.ipynb #f8fbba9c
@@ -70,35 +78,44 @@ def is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def is_text(value: Any) -> bool:
+    "Whether `value` is a string with something in it, and no half of a surrogate pair."
+    return isinstance(value, str) and value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
 class Members(NamedTuple):
     "What the members of a list must be."
 
+    kind: type
     good: Callable[[Any], bool]
     are: str
 
 
 MEMBERS = {
-    "stop": Members(lambda s: isinstance(s, str) and s != "", "strings, none of them empty"),
-    "stop_token_ids": Members(is_token_id, "token ids, each at least 0"),
-    "allowed_token_ids": Members(is_token_id, "token ids, each at least 0"),
-    "bad_words": Members(lambda s: isinstance(s, str) and s.strip() != "", "strings, none of them empty or all spaces"),
+    "stop": Members(str, is_text, "strings of whole characters, none of them empty"),
+    "stop_token_ids": Members(int, is_token_id, "token ids, each at least 0"),
+    "allowed_token_ids": Members(int, is_token_id, "token ids, each at least 0"),
+    "bad_words": Members(str, lambda s: is_text(s) and not s.isspace(), "strings, none of them empty or all spaces"),
 }
 
 
-def check_members(name: str, value: Any) -> None:
-    "ValueError unless `value` is None or a list whose members are what `MEMBERS` says."
-    if value is not None and not (isinstance(value, list) and all(map(MEMBERS[name].good, value))):
-        raise ValueError(f"{name}={value!r:.80} must be a list of {MEMBERS[name].are}")
+def check_members(name: str, value: Any) -> Any:
+    "`value`, None or a new list of plain ints or strings. ValueError unless its members are what `MEMBERS` says."
+    if value is None:
+        return None
+    if not (isinstance(value, list) and all(map(MEMBERS[name].good, value))):
+        raise ValueError(f"{name}={shown(value)} must be a list of {MEMBERS[name].are}")
+    return [MEMBERS[name].kind(member) for member in value]
 
 
-def check_logit_bias(bias: Any) -> None:
-    "ValueError unless `bias` is None or {token id: finite number}."
+def check_logit_bias(bias: Any) -> dict[int, float] | None:
+    "`bias`, None or a new {token id: number}. ValueError for anything else."
     if bias is None:
-        return
+        return None
     if not isinstance(bias, dict) or not all(map(is_token_id, bias)):
-        raise ValueError(f"logit_bias={bias!r:.80} must be a dict whose keys are token ids, each at least 0")
-    for token_id, value in bias.items():
-        check_number(f"logit_bias[{token_id}]", value, Limits(float, -3.4028235e38))
+        raise ValueError(f"logit_bias={shown(bias)} must be a dict whose keys are token ids, each at least 0")
+    limits = Limits(float, -1e30, 1e30)
+    return {int(i): check_number(f"logit_bias[{shown(i)}]", value, limits) for i, value in bias.items()}
 
 # %% ../nbs/02b_parameters.ipynb #cd8cef2d
 def check_pairs(p: SamplingParams) -> None:
@@ -109,6 +126,8 @@ def check_pairs(p: SamplingParams) -> None:
         raise ValueError(f"n={p.n} needs temperature above 0: greedy answers would all be the same")
     if p.seed is not None and p.seed + p.n > 2**63:
         raise ValueError(f"seed={p.seed} must leave room for n={p.n} seeds within 64 bits")
+    if p.seed is not None and p.seed < -1 < p.seed + p.n:
+        raise ValueError(f"seed={p.seed} with n={p.n}: one of the answers would get the seed -1, which stands for none")
     if p.stop and not p.detokenize:
         raise ValueError(f"stop={p.stop!r} needs detokenize=True: a stop string is found in the text")
     if p.allowed_token_ids == []:
@@ -126,12 +145,12 @@ def check_params(p: SamplingParams) -> None:
         setattr(p, name, check_number(name, getattr(p, name), limits))
     for name in SWITCHES:
         if not isinstance(value := getattr(p, name), bool):
-            raise ValueError(f"{name}={value!r} must be True or False")
-    if not isinstance(p.skip_reading_prefix_cache, bool | None):
-        raise ValueError(f"skip_reading_prefix_cache={p.skip_reading_prefix_cache!r} must be True, False or None")
+            raise ValueError(f"{name}={shown(value)} must be True or False")
+    if not isinstance(value := p.skip_reading_prefix_cache, bool | None):
+        raise ValueError(f"skip_reading_prefix_cache={shown(value)} must be True, False or None")
     for name in MEMBERS:
-        check_members(name, getattr(p, name))
-    check_logit_bias(p.logit_bias)
+        setattr(p, name, check_members(name, getattr(p, name)))
+    p.logit_bias = check_logit_bias(p.logit_bias)
     check_pairs(p)
 
 # %% ../nbs/02b_parameters.ipynb #9759be89
@@ -139,11 +158,12 @@ def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> No
     "ValueError for ids that the model has no embedding for."
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            raise ValueError(f"{name}: {token_id} is outside the vocabulary (0 to {vocab_size - 1})")
+            raise ValueError(f"{name}: {shown(token_id)} is outside the vocabulary (0 to {vocab_size - 1})")
 
 
 def check_against_model(p: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
-    "ValueError for what this model or this engine cannot do."
+    "ValueError for what this model or this engine cannot do, or a wrong value that was set after `p` was made."
+    p = p.clone()
     for name in ("logprobs", "prompt_logprobs"):
         value, most = getattr(p, name), vocab_size if max_logprobs == -1 else max_logprobs
         if value is not None and (vocab_size if value == -1 else value) > most:
@@ -154,11 +174,13 @@ def check_against_model(p: SamplingParams, vocab_size: int, max_logprobs: int) -
 
 
 def check_something_is_left(p: SamplingParams) -> None:
-    "ValueError if no allowed token could be drawn. `p` knows its end tokens and its bad words' ids by now."
-    forbidden = {word[0] for word in p.bad_words_token_ids or [] if len(word) == 1}
-    forbidden |= set(p.all_stop_token_ids) if p.min_tokens else set()
-    if p.allowed_token_ids is not None and forbidden.issuperset(p.allowed_token_ids):
-        raise ValueError(f"allowed_token_ids={p.allowed_token_ids} are all forbidden by min_tokens or bad_words")
+    "ValueError if no allowed token may be left. `p` knows its end tokens and its bad words' ids by now."
+    if p.allowed_token_ids is None:
+        return
+    allowed = set(p.allowed_token_ids)
+    forbidden = {word[-1] for word in p.bad_words_token_ids or [] if allowed.issuperset(word)}
+    if allowed <= forbidden | set(p.all_stop_token_ids if p.min_tokens else []):
+        raise ValueError(f"allowed_token_ids={shown(p.allowed_token_ids)}: min_tokens or bad_words can forbid them all")
 
 # %% ../nbs/02b_parameters.ipynb #d837cd00
 def bad_word_token_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
@@ -166,6 +188,8 @@ def bad_word_token_ids(words: Sequence[str], encode: Callable[[str], list[int]])
     found: list[list[int]] = []
     for word in (word.lstrip() for word in words):
         first, inside = encode(word), encode(" " + word)
+        if not first:
+            raise ValueError(f"bad_words: {word!r} has no tokens, this tokenizer drops it")
         found.append(first)
         if len(inside) == len(first) and inside[0] != first[0]:
             found.append(inside)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from .sampling_checks import check_params
+from .sampling_checks import check_params, shown
 
 # %% auto #0
 __all__ = ['SAMPLING_EPS', 'MIN_TEMPERATURE', 'NOT_BUILT', 'RequestOutputKind', 'SamplingParams',
@@ -85,7 +85,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 setattr(self, name, 1)
         check_params(self)
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+            raise ValueError(f"output_kind={shown(self.output_kind)} must be a RequestOutputKind")
         if self.seed == -1:
             self.seed = None
         if self.is_greedy:
@@ -107,8 +107,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def clone(self) -> SamplingParams:
-        "A copy that shares no list with this one."
-        return msgspec.convert(msgspec.to_builtins(self), SamplingParams)
+        "A copy, checked as this one was when it was made. It shares no list that a caller has given."
+        return SamplingParams(**{name: getattr(self, name) for name in self.__struct_fields__})
 
     def update_from_generation_config(self, generation_config: dict[str, Any], eos_token_id: int | None) -> None:
         "Fills in what ends this request: the model's EOS token, and further ones that its generation config lists."
@@ -125,8 +125,9 @@ def refuse_what_is_not_built(p: SamplingParams) -> None:
     "Raises ValueError for a field that asks for something that walkvllm does not do."
     for name, nothing in NOT_BUILT.items():
         value = getattr(p, name)
-        if value != nothing and value not in ([], {}):
-            raise ValueError(f"{name}={value!r} is not supported; only {nothing!r} is")
+        empty = type(value) in (list, dict) and not value
+        if not empty and (type(value) is not type(nothing) or value != nothing):
+            raise ValueError(f"{name}={shown(value)} is not supported; only {nothing!r} is")
 
 # %% ../nbs/02_settings.ipynb #2e1b7795
 def add_end_tokens(p: SamplingParams, generation_config: dict[str, Any], eos_token_id: int | None) -> None:
@@ -135,7 +136,6 @@ def add_end_tokens(p: SamplingParams, generation_config: dict[str, Any], eos_tok
     others = set([listed] if isinstance(listed, int) else listed or []) - {eos_token_id}
     ends = {*others, *(p.stop_token_ids or [])} | ({eos_token_id} if eos_token_id is not None else set())
     p.all_stop_token_ids = sorted(ends)  # with ignore_eos too: min_tokens holds all of them back
-    if not p.ignore_eos:
-        p.eos_token_id = eos_token_id
-        if others:
-            p.stop_token_ids = sorted({*others, *(p.stop_token_ids or [])})
+    p.eos_token_id = None if p.ignore_eos else eos_token_id
+    if others and not p.ignore_eos:
+        p.stop_token_ids = sorted({*others, *(p.stop_token_ids or [])})

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from .config import CacheConfig, SchedulerConfig
 from .kv_cache import BlockHasher, Request, RequestStatus
@@ -20,68 +25,152 @@ from .sampling_params import SamplingParams
 from .scheduler import AsyncScheduler, Scheduler
 
 # %% auto #0
-__all__ = ['DEFAULTS', 'NOT_COVERED', 'REQUEST_KEYS', 'OPTIONAL_KEYS', 'next_token', 'ScheduleTrace', 'check_config',
-           'check_requests', 'describe', 'arrivals_and_aborts', 'one_step', 'run_steps', 'trace_schedule',
-           'print_traces']
+__all__ = ['Positive', 'NotNegative', 'TokenId', 'NOT_BUILT', 'next_token', 'Settings', 'Asked', 'Workload',
+           'read_workload', 'check_request', 'sampling_params', 'ScheduleTrace', 'describe', 'arrivals_and_aborts',
+           'one_step', 'run_steps', 'trace_schedule', 'print_traces', 'read_json']
 
 # %% ../nbs/07b_same_decisions.ipynb #3fe253e8
-DEFAULTS: dict[str, Any] = {
-    "block_size": 16, "num_gpu_blocks": 128, "max_num_batched_tokens": 64, "max_num_seqs": 8,
-    "long_prefill_token_threshold": 0, "enable_prefix_caching": True, "enable_chunked_prefill": True,
-    "policy": "fcfs", "max_model_len": 512, "scheduler_reserve_full_isl": True, "async_scheduling": False,
-    "sliding_window": None, "kv_groups": None, "num_speculative_tokens": 0, "draft_accept_percent": 60,
-    "vocab_size": 1000, "eos_token_id": None,
-}  # fmt: skip
-NOT_COVERED = {"sliding_window": None, "kv_groups": None, "num_speculative_tokens": 0}
-
-
 def next_token(key: str, position: int, vocab_size: int) -> int:
     "The token at `position` of the request `key`: a hash of both."
     digest = hashlib.blake2b(f"{key}:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % vocab_size
 
 # %% ../nbs/07b_same_decisions.ipynb #334ddb6d
+Positive, NotNegative = Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=0)]
+TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Settings(Struct, forbid_unknown_fields=True):
+    "What a workload may configure. What is not built has only one value."
+
+    block_size: Positive = 16
+    num_gpu_blocks: Annotated[int, Meta(ge=2, le=2**24)] = 128  # block 0 is the null block
+    max_num_batched_tokens: Positive = 64
+    max_num_seqs: Positive = 8
+    long_prefill_token_threshold: NotNegative = 0  # 0: no threshold
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    policy: Annotated[str, Meta(pattern="^(fcfs|priority)$")] = "fcfs"
+    max_model_len: Annotated[int, Meta(ge=2)] = 512
+    scheduler_reserve_full_isl: bool = True
+    async_scheduling: bool = False
+    sliding_window: None = None
+    kv_groups: None = None
+    num_speculative_tokens: Annotated[int, Meta(ge=0, le=0)] = 0
+    draft_accept_percent: Annotated[int, Meta(ge=0, le=100)] = 60  # of drafts, of which there are none
+    vocab_size: Annotated[int, Meta(ge=1, le=2**63 - 1)] = 1000
+    eos_token_id: TokenId | None = None
+
+
+NOT_BUILT = ("sliding_window", "kv_groups", "num_speculative_tokens")
+
+# %% ../nbs/07b_same_decisions.ipynb #8bea24bf
+class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
+    "One request of a workload."
+
+    id: str
+    prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    max_tokens: Positive
+    arrival_step: NotNegative = 0
+    abort_step: NotNegative | None = None
+    arrival_time: float | UnsetType = UNSET  # seconds; unset: in the order of the list, within a step
+    priority: int = 0
+    min_tokens: NotNegative = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenId] | None = None
+    cache_salt: str | None = None
+    token_key: str | UnsetType = UNSET  # unset: the id
+    skip_reading_prefix_cache: bool | None = None
+
+
+class Workload(Struct, forbid_unknown_fields=True, kw_only=True):
+    "A configuration and the requests that come."
+
+    config: Settings = msgspec.field(default_factory=Settings)
+    requests: list[Asked]
+    max_steps: NotNegative = 10000
+
+# %% ../nbs/07b_same_decisions.ipynb #b6843911
+def read_workload(workload: Any, where: str = "") -> Workload:
+    "`workload` with its defaults. Raises ValueError that names the place, the value and the limit of what is wrong."
+    try:
+        read = msgspec.convert(workload, Workload)
+    except msgspec.ValidationError as error:
+        says, _, path = str(error).replace("`", "").partition(" - at $")
+        value = workload
+        for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+            value = value[key if key else int(index)]
+        place = f"{where}.{path.lstrip('.')}".strip(".") or "workload"
+        shown = "" if isinstance(value, (dict, list)) else f"={value!r:.60}"
+        more = " (not built)" if place.endswith(NOT_BUILT) else ""
+        raise ValueError(f"{place}{shown}: {says[0].lower()}{says[1:]}{more}") from None
+    taken: set[str] = set()
+    for i, r in enumerate(read.requests):
+        try:
+            check_request(r, read.config, taken)
+            taken.add(r.id)
+        except ValueError as error:
+            raise ValueError(f"{where}.requests[{i}]: ".lstrip(".") + str(error)) from None
+    return read
+
+
+def check_request(r: Asked, config: Settings, taken: set[str]) -> None:
+    "Raises ValueError if `r` does not fit its own parts, the model's length or the ids that are `taken`."
+    if r.id in taken:
+        raise ValueError(f"id={r.id!r} is already in use")
+    if len(r.prompt_token_ids) >= config.max_model_len:
+        raise ValueError(
+            f"prompt_token_ids has {len(r.prompt_token_ids)} tokens; there must be 1 to {config.max_model_len - 1}, "
+            f"one less than max_model_len"
+        )
+    if r.arrival_time is not UNSET and not math.isfinite(r.arrival_time):
+        raise ValueError(f"arrival_time={r.arrival_time} must be a finite number")
+    for name in ("id", "token_key", "cache_salt"):
+        if isinstance(text := getattr(r, name), str) and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError(f"{name}={text!r} must be text that UTF-8 can hold")
+    sampling_params(r, config)
+
+
+def sampling_params(r: Asked, config: Settings) -> SamplingParams:
+    "What the door would make of a request. Raises ValueError, such as for min_tokens above max_tokens."
+    params = SamplingParams(
+        temperature=0.0, max_tokens=r.max_tokens, min_tokens=r.min_tokens, ignore_eos=r.ignore_eos,
+        stop_token_ids=r.stop_token_ids, skip_reading_prefix_cache=r.skip_reading_prefix_cache,
+    )  # fmt: skip
+    params.update_from_generation_config({}, config.eos_token_id)
+    return params
+
+# %% ../nbs/07b_same_decisions.ipynb #679e83a3
 class ScheduleTrace:
     "Drives a scheduler through one workload and tells what it decides, one line a step."
 
     def __init__(self, workload: dict[str, Any], free_queue: bool, tables: bool, hashes: bool) -> None:
-        if not isinstance(workload, dict):
-            raise ValueError(f"a workload must be an object, not {type(workload).__name__}")
-        self.config = check_config(workload.get("config", {}))
+        read = read_workload(workload)
+        self.config, self.specs, self.max_steps = read.config, read.requests, read.max_steps
         self.show = {"free_queue": free_queue, "tables": tables, "hashes": hashes}
-        self.specs, self.max_steps = check_requests(workload, self.config), workload.get("max_steps", 10000)
         cfg = self.config
-        scheduler_class = AsyncScheduler if cfg["async_scheduling"] else Scheduler
+        scheduler_class = AsyncScheduler if cfg.async_scheduling else Scheduler
         self.scheduler = scheduler_class(
-            SchedulerConfig(**{k: cfg[k] for k in SchedulerConfig.__dataclass_fields__}),
-            CacheConfig(cfg["block_size"], cfg["num_gpu_blocks"], cfg["enable_prefix_caching"], "sha256"),
+            SchedulerConfig(**{k: getattr(cfg, k) for k in SchedulerConfig.__dataclass_fields__}),
+            CacheConfig(cfg.block_size, cfg.num_gpu_blocks, cfg.enable_prefix_caching, "sha256"),
         )
-        self.hasher = BlockHasher(cfg["block_size"])
+        self.hasher = BlockHasher(cfg.block_size)
         self.requests: dict[str, Request] = {}
-        self.known = {r["id"]: len(r["prompt_token_ids"]) for r in self.specs}  # tokens that the "model" has produced
-        self.key = {r["id"]: r.get("token_key", r["id"]) for r in self.specs}
-        self.emitted: dict[str, list[int]] = {r["id"]: [] for r in self.specs}
+        self.known = {r.id: len(r.prompt_token_ids) for r in self.specs}  # tokens that the "model" has produced
+        self.key = {r.id: r.id if r.token_key is UNSET else r.token_key for r in self.specs}
+        self.emitted: dict[str, list[int]] = {r.id: [] for r in self.specs}
         self.reasons: dict[str, str] = {}
         self.queue: deque[tuple[int, SchedulerOutput, ModelRunnerOutput]] = deque()
         self.steps, self.stalled = 0, False
 
-    def add(self, index: int, spec: dict[str, Any]) -> None:
+    def add(self, index: int, spec: Asked) -> None:
         "Queues the request that the workload lists at `index`."
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=spec["max_tokens"],
-            min_tokens=spec.get("min_tokens", 0),
-            ignore_eos=spec.get("ignore_eos", False),
-            stop_token_ids=spec.get("stop_token_ids"),
-            skip_reading_prefix_cache=spec.get("skip_reading_prefix_cache"),
-        )
-        params.update_from_generation_config({}, self.config["eos_token_id"])
-        arrival = spec.get("arrival_time", spec.get("arrival_step", 0) + index * 1e-6)
+        arrival = spec.arrival_step + index * 1e-6 if spec.arrival_time is UNSET else spec.arrival_time
         request = Request(
-            spec["id"], spec["prompt_token_ids"], params, arrival, spec.get("priority", 0), spec.get("cache_salt"),
+            spec.id, spec.prompt_token_ids, sampling_params(spec, self.config), arrival, spec.priority, spec.cache_salt,
             self.hasher,
         )  # fmt: skip
-        self.requests[spec["id"]] = request
+        self.requests[spec.id] = request
         self.scheduler.add_request(request)
 
     def model(self, work: SchedulerOutput) -> ModelRunnerOutput:
@@ -94,7 +183,7 @@ class ScheduleTrace:
             end = start[request_id] + count
             sampled.append([])
             if end >= self.known[request_id]:
-                sampled[-1].append(next_token(self.key[request_id], end, self.config["vocab_size"]))
+                sampled[-1].append(next_token(self.key[request_id], end, self.config.vocab_size))
                 self.known[request_id] += 1
         return ModelRunnerOutput(list(work.num_scheduled_tokens), sampled)
 
@@ -129,7 +218,7 @@ class ScheduleTrace:
 
     def lines(self) -> Iterator[dict[str, Any]]:
         "The configuration, one line per step, and a summary."
-        yield {"config": self.config}
+        yield {"config": msgspec.structs.asdict(self.config)}
         yield from run_steps(self)
         yield {
             "summary": {
@@ -140,48 +229,6 @@ class ScheduleTrace:
                 "num_preemptions": {i: r.num_preemptions for i, r in self.requests.items()},
             }
         }
-
-# %% ../nbs/07b_same_decisions.ipynb #b6843911
-def check_config(config: dict[str, Any]) -> dict[str, Any]:
-    "`config` with the defaults filled in. Raises ValueError for an unknown key, a wrong value, or what is not covered."
-    if unknown := sorted(set(config) - set(DEFAULTS)):
-        raise ValueError(f"unknown configuration keys {unknown}; known are {sorted(DEFAULTS)}")
-    full = {**DEFAULTS, **config}
-    for name, off in NOT_COVERED.items():
-        if full[name] != off:
-            raise ValueError(f"{name}={full[name]!r} is not supported; only {off!r} is")
-    if full["policy"] not in ("fcfs", "priority"):
-        raise ValueError(f"policy={full['policy']!r} must be fcfs or priority")
-    for name, default in DEFAULTS.items():
-        value, kind = full[name], type(default)
-        if kind in (bool, int) and type(value) is not kind:
-            raise ValueError(f"{name}={value!r} must be {'true or false' if kind is bool else 'an integer'}")
-        if kind is int and value < (smallest := min(default, 1)):
-            raise ValueError(f"{name}={value} must be at least {smallest}")
-    return full
-
-
-REQUEST_KEYS = {"id", "prompt_token_ids", "max_tokens"}
-OPTIONAL_KEYS = {
-    "arrival_step", "abort_step", "arrival_time", "priority", "min_tokens", "ignore_eos", "stop_token_ids",
-    "cache_salt", "token_key", "skip_reading_prefix_cache",
-}  # fmt: skip
-
-
-def check_requests(workload: dict[str, Any], config: dict[str, Any]) -> list[dict[str, Any]]:
-    "The requests of a workload. Raises ValueError for a key missing or unknown, an id given twice, a prompt too long."
-    requests, seen, limit = workload.get("requests"), set[str](), config["max_model_len"] - 1
-    if not isinstance(requests, list) or not all(isinstance(r, dict) for r in requests):
-        raise ValueError("a workload needs 'requests': a list of objects")
-    for i, r in enumerate(requests):
-        if wrong := sorted(REQUEST_KEYS - set(r) or set(r) - REQUEST_KEYS - OPTIONAL_KEYS):
-            raise ValueError(f"requests[{i}]: keys missing or unknown: {wrong}")
-        if r["id"] in seen:
-            raise ValueError(f"requests[{i}]: id={r['id']!r} is already in use")
-        seen.add(r["id"])
-        if not 1 <= len(r["prompt_token_ids"]) <= limit:
-            raise ValueError(f"requests[{i}]: {len(r['prompt_token_ids'])} prompt tokens; there must be 1 to {limit}")
-    return requests
 
 # %% ../nbs/07b_same_decisions.ipynb #751be2c8
 def describe(work: SchedulerOutput) -> dict[str, Any]:
@@ -209,14 +256,14 @@ def describe(work: SchedulerOutput) -> dict[str, Any]:
     }
 
 # %% ../nbs/07b_same_decisions.ipynb #a55a57c6
-def arrivals_and_aborts(trace: ScheduleTrace, todo: deque[tuple[int, dict[str, Any]]], step: int) -> dict[str, Any]:
+def arrivals_and_aborts(trace: ScheduleTrace, todo: deque[tuple[int, Asked]], step: int) -> dict[str, Any]:
     "Queues and aborts what is due in this step."
     arrived = []
-    while todo and todo[0][1].get("arrival_step", 0) <= step:
+    while todo and todo[0][1].arrival_step <= step:
         index, spec = todo.popleft()
         trace.add(index, spec)
-        arrived.append(spec["id"])
-    gone = [s["id"] for s in trace.specs if s.get("abort_step") == step and s["id"] in trace.scheduler.requests]
+        arrived.append(spec.id)
+    gone = [s.id for s in trace.specs if s.abort_step == step and s.id in trace.scheduler.requests]
     trace.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
     trace.reasons |= dict.fromkeys(gone, "abort")
     return {"step": step, "arrived": arrived, "aborted": gone}
@@ -225,7 +272,7 @@ def arrivals_and_aborts(trace: ScheduleTrace, todo: deque[tuple[int, dict[str, A
 def one_step(trace: ScheduleTrace, step: int) -> tuple[dict[str, Any], bool]:
     "Schedules and books one step. Returns its line, and whether it had nothing to compute."
     line: dict[str, Any] = {}
-    work, pipelined = None, trace.config["async_scheduling"]
+    work, pipelined = None, trace.config.async_scheduling
     if trace.scheduler.has_requests():
         work = trace.scheduler.schedule()
         line |= describe(work)
@@ -241,8 +288,8 @@ def one_step(trace: ScheduleTrace, step: int) -> tuple[dict[str, Any], bool]:
 
 def run_steps(trace: ScheduleTrace) -> Iterator[dict[str, Any]]:
     "A line per step, until nothing is left to do or the scheduler makes three empty steps with requests waiting."
-    order = sorted(enumerate(trace.specs), key=lambda p: (p[1].get("arrival_step", 0), p[0]))
-    todo, last_abort = deque(order), max((s.get("abort_step") or 0 for s in trace.specs), default=0)
+    order = sorted(enumerate(trace.specs), key=lambda p: (p[1].arrival_step, p[0]))
+    todo, last_abort = deque(order), max((s.abort_step or 0 for s in trace.specs), default=0)
     idle = 0
     while trace.steps < trace.max_steps:
         step = trace.steps
@@ -267,7 +314,7 @@ def trace_schedule(
     tables: bool = False,  # block tables of running requests
     hashes: bool = False,  # how many blocks have names
 ) -> list[dict[str, Any]]:
-    "All decisions of the scheduler for one workload. Raises ValueError for settings that are not covered."
+    "All decisions of the scheduler for one workload. Raises ValueError for one that is wrong, before it starts."
     return list(ScheduleTrace(workload, free_queue, tables, hashes).lines())
 
 # %% ../nbs/07b_same_decisions.ipynb #1edffec6
@@ -278,12 +325,28 @@ def print_traces(
     hashes: bool = False,
 ) -> None:
     "Prints all decisions for the workloads in a file, a JSON object per line. Raises ValueError before the first line."
-    text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-    try:
-        loaded = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{source} is not valid JSON: {error}") from None
-    workloads = loaded if isinstance(loaded, list) else [loaded]
-    for trace in [ScheduleTrace(workload, free_queue, tables, hashes) for workload in workloads]:
-        for line in trace.lines():
+    loaded = read_json(source)
+    if isinstance(loaded, list):
+        for i, workload in enumerate(loaded):
+            read_workload(workload, f"[{i}]")
+    for workload in loaded if isinstance(loaded, list) else [loaded]:
+        for line in ScheduleTrace(workload, free_queue, tables, hashes).lines():
             print(json.dumps(line, separators=(",", ":")))
+
+
+def read_json(source: str) -> Any:
+    "What a JSON file holds. Raises ValueError, also for a key given twice, which JSON itself does not forbid."
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in items]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{twice[0]!r} is given twice in one object")
+        return dict(items)
+
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        return json.loads(text, object_pairs_hook=pairs)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} is not valid JSON: {error}") from None

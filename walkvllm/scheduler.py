@@ -245,6 +245,9 @@ def schedule_waiting(scheduler: Scheduler, plan: StepPlan) -> None:
             plan.admission_stopped = "max_num_seqs"
             return
         request = waiting.peek()
+        if kv.still_held_up(request):  # the gate has refused it, and nothing has come back since that could help
+            plan.admission_stopped = "blocks (the whole prompt does not fit)"
+            return
         hits = kv.get_computed_blocks(request)
         num_computed = len(hits) * kv.block_size
         num_new_tokens = request.num_tokens - num_computed  # known outputs too: a resumed request computes them again

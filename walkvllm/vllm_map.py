@@ -244,7 +244,7 @@ def map_command(args: argparse.Namespace) -> int:
 
 # %% ../nbs/18_in_vllm.ipynb #5333fea0
 def decision_ledger() -> list[dict[str, Any]]:
-    "Differences on purpose between our scheduling decisions and vLLM 0.22.0's: what, there, here, why."
+    "Differences on purpose between our decisions and vLLM 0.22.0's, of scheduling, sampling and text."
     return _lines("ledger.jsonl")
 
 

@@ -8,17 +8,23 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from .messages import EngineCoreOutputs, encode
+from .messages import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput, encode
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from walkvllm.engine_core import EngineCore
+    from walkvllm.kv_cache import KVCacheBlock, KVCacheManager, Request
     from walkvllm.llm import LLM, LLMEngine
     from walkvllm.sampling_params import SamplingParams
+    from walkvllm.scheduler import Scheduler
 
 # %% auto #0
-__all__ = ['Walk', 'Said', 'Stop', 'add_texts', 'phases', 'walk', 'lines']
+__all__ = ['Walk', 'WHY', 'QUEUE_SHOWN', 'Said', 'Stop', 'queue_facts', 'scheduled_facts', 'executed_facts',
+           'sampled_facts', 'add_texts', 'updated_facts', 'Releases', 'phases', 'walk', 'lines']
 
 # %% ../nbs/16_walk.ipynb #72bad494
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,23 @@ def _enter(engine: LLMEngine, request_id: str, prompt: Any, params: SamplingPara
     yield Stop("05", "added", 0, {"request": request_id, "waiting": _ids(scheduler.waiting)}, {"scheduler": scheduler})
 
 # %% ../nbs/16_walk.ipynb #aab7d108
-def _scheduled(core: EngineCore, step: int, so: Any) -> Stop:
-    "What the work order says: tokens and new blocks per request, and what was left."
+WHY = {  # what the work order says, in a word
+    "": "nobody waits",
+    "token budget": "budget",
+    "token budget (chunked prefill is off)": "budget",
+    "blocks (the whole prompt does not fit)": "gate",
+}
+QUEUE_SHOWN = 64  # of a longer queue, its head
+
+
+def queue_facts(scheduler: Scheduler) -> dict[str, Any]:
+    "Who waits and who runs, in order."
+    waiting = _ids(islice(scheduler.waiting, QUEUE_SHOWN))
+    return {"waiting": waiting, "num_waiting": len(scheduler.waiting), "running": _ids(scheduler.running)}
+
+
+def scheduled_facts(core: EngineCore, so: SchedulerOutput, released: dict[str, list[int]]) -> dict[str, Any]:
+    "What the work order says: tokens and new blocks per request, and what was left. `released`: by preemption."
     scheduler, known = core.scheduler, so.scheduled_cached_reqs
     blocks = {new.req_id: list(new.block_ids) for new in so.scheduled_new_reqs}
     blocks |= dict(zip(known.req_ids, map(list, known.new_block_ids), strict=True))
@@ -69,80 +90,109 @@ def _scheduled(core: EngineCore, step: int, so: Any) -> Stop:
     made = dict(zip(known.req_ids, known.num_output_tokens, strict=True))
     decode = [r for r in so.num_scheduled_tokens if made.get(r) and r not in known.resumed_req_ids]
     budget = scheduler.config.max_num_batched_tokens
-    facts = {
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
         "tokens": dict(so.num_scheduled_tokens),
         "decode": decode,
         "computed_before": before,
         "cached": {new.req_id: new.num_computed_tokens for new in so.scheduled_new_reqs if new.num_computed_tokens},
         "blocks": {r: blocks[r] for r in so.num_scheduled_tokens if blocks[r]},
-        "preempted": sorted(so.preempted_req_ids),
+        "preempted": released,
         "budget": budget,
         "left": budget - so.total_num_scheduled_tokens,
-        "waiting": _ids(scheduler.waiting),
-        "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        "why": WHY.get(so.admission_stopped, so.admission_stopped),  # nobody else was let in
+        **queue_facts(scheduler),
+        "free_blocks": pool.get_num_free_blocks(),
+        "kv_usage": round(pool.get_usage(), 4),
     }
-    return Stop("07", "scheduled", step, facts, {"scheduler_output": so, "scheduler": scheduler})
 
 # %% ../nbs/16_walk.ipynb #6189762e
-def _executed(core: EngineCore, step: int, so: Any) -> Stop:
+def executed_facts(core: EngineCore, so: SchedulerOutput) -> dict[str, Any]:
     "The flat row that the model ran on, cut at the requests' bounds again. Nothing if nobody was scheduled."
-    runner, facts = core.model_runner, dict[str, Any]()
-    flat, logits = (runner.last_batch, runner.last_logits) if so.num_scheduled_tokens else (None, None)
-    if flat is not None and logits is not None:
-        starts = [int(i) for i in flat.meta.query_start_loc]
-        parts = {r: slice(a, b) for r, a, b in zip(flat.req_ids, starts, starts[1:], strict=False)}
-        facts = {
-            "query_start_loc": starts,
-            "positions": {r: flat.positions[p].tolist() for r, p in parts.items()},
-            "slots": {r: flat.meta.slot_mapping[p].tolist() for r, p in parts.items()},
-            "seq_lens": dict(zip(flat.req_ids, flat.meta.seq_lens.tolist(), strict=False)),
-            "logits": list(logits.shape),
-            "prompt_incomplete": [r for r, d in zip(flat.req_ids, flat.discard.tolist(), strict=False) if d],
-        }
-    return Stop("12", "executed", step, facts, {"flat_batch": flat, "logits": logits, "runner": runner})
+    flat, logits = core.model_runner.last_batch, core.model_runner.last_logits
+    if not so.num_scheduled_tokens or flat is None or logits is None:
+        return {}
+    starts = [int(i) for i in flat.meta.query_start_loc]
+    parts = {r: slice(a, b) for r, a, b in zip(flat.req_ids, starts, starts[1:], strict=False)}
+    return {
+        "query_start_loc": starts,
+        "positions": {r: flat.positions[p].tolist() for r, p in parts.items()},
+        "slots": {r: flat.meta.slot_mapping[p].tolist() for r, p in parts.items()},
+        "seq_lens": dict(zip(flat.req_ids, flat.meta.seq_lens.tolist(), strict=False)),
+        "logits": list(logits.shape),
+        "prompt_incomplete": [r for r, d in zip(flat.req_ids, flat.discard.tolist(), strict=False) if d],
+    }
 
 
-def _sampled(step: int, out: Any) -> Stop:
+def sampled_facts(out: ModelRunnerOutput) -> dict[str, Any]:
     "The new token of each request that has one. The core has ids only; the caller adds the texts."
     new = {r: ids for r, ids in zip(out.req_ids, out.sampled_token_ids, strict=True) if ids}
-    return Stop("13", "sampled", step, {"token_ids": new, "texts": {}}, {"model_runner_output": out})
+    return {"token_ids": new, "texts": {}}
 
 
-def add_texts(stop: Stop, engine: LLMEngine) -> Stop:
-    "`stop`, with the text of each sampled token if it is one that has them."
-    if "texts" in stop.facts and (tokenizer := engine.output_processor.tokenizer) is not None:
-        for request_id, ids in stop.facts.get("token_ids", {}).items():
-            stop.facts["texts"][request_id] = tokenizer.decode(ids, skip_special_tokens=False)
-    return stop
+def add_texts(facts: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+    "Writes the text of each sampled token into the facts of \"sampled\"."
+    if tokenizer is not None:
+        for request_id, ids in facts["token_ids"].items():
+            facts["texts"][request_id] = tokenizer.decode(ids, skip_special_tokens=False)
 
 # %% ../nbs/16_walk.ipynb #5b4d218f
-def _updated(core: EngineCore, step: int, held: dict[str, list[int]], outputs: EngineCoreOutputs) -> Stop:
-    "Who is finished, and which blocks came back. `held` is who held what before."
-    scheduler = core.scheduler
-    manager = scheduler.kv_cache_manager
-    finished = {o.request_id: str(o.finish_reason) for o in outputs.outputs if o.finish_reason is not None}
-    facts = {
-        "finished": finished,
-        "released": {r: held[r][::-1] for r in finished if r in held},  # the last block is given back first
-        "free_blocks": manager.block_pool.get_num_free_blocks(),
-        "all_blocks": len(manager.block_pool.blocks) - 1,  # without the null block
-        "running": _ids(scheduler.running),
+def updated_facts(core: EngineCore, outputs: EngineCoreOutputs, released: dict[str, list[int]]) -> dict[str, Any]:
+    "Who got a token, who is finished, and which blocks came back: `released`."
+    pool = core.scheduler.kv_cache_manager.block_pool
+    return {
+        "token_ids": {o.request_id: o.new_token_ids for o in outputs.outputs},
+        "finished": {o.request_id: str(o.finish_reason) for o in outputs.outputs if o.finish_reason is not None},
+        "released": released,
+        "free_blocks": pool.get_num_free_blocks(),
+        "all_blocks": len(pool.blocks) - 1,  # without the null block
+        **queue_facts(core.scheduler),
     }
-    return Stop("14", "updated", step, facts, {"outputs": outputs, "scheduler": scheduler})
+
+
+class Releases:
+    "Watches who gives blocks back, by standing in for the manager's `free` until `close`."
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager, self.free = manager, manager.free
+        self.blocks: list[tuple[str, list[KVCacheBlock]]] = []
+        manager.free = self.watch  # type: ignore[method-assign]
+
+    def watch(self, request: Request) -> None:
+        "Notes the request's blocks, then frees them."
+        table = self.manager.req_to_blocks.get(request.request_id, [])
+        self.blocks.append((request.request_id, table[::-1]))  # the last block is given back first
+        self.free(request)
+
+    def take(self) -> dict[str, list[int]]:
+        "Who has given back which blocks since the last time, in order."
+        blocks, self.blocks = self.blocks, []
+        return {name: [block.block_id for block in table] for name, table in blocks}
+
+    def close(self) -> None:
+        "Looks no longer."
+        if vars(self.manager).get("free") == self.watch:
+            del self.manager.free
 
 
 def phases(core: EngineCore, step: int) -> Generator[Stop, None, EngineCoreOutputs]:
     "EngineCore.step, with a pause after each phase. Returns what the step returns."
-    manager = core.scheduler.kv_cache_manager
-    so = core.scheduler.schedule()
-    yield _scheduled(core, step, so)
-    core.model_runner.execute_model(so)
-    yield _executed(core, step, so)
-    out = core.model_runner.sample_tokens()
-    yield _sampled(step, out)
-    held = {r: manager.get_block_ids(r) for r in so.num_scheduled_tokens}
-    outputs = core.scheduler.update_from_output(so, out)
-    yield _updated(core, step, held, outputs)
+    scheduler, runner, releases = core.scheduler, core.model_runner, Releases(core.scheduler.kv_cache_manager)
+    try:
+        so = scheduler.schedule()
+        facts = scheduled_facts(core, so, releases.take())
+        yield Stop("07", "scheduled", step, facts, {"scheduler_output": so, "scheduler": scheduler})
+        runner.execute_model(so)
+        ran = bool(so.num_scheduled_tokens)
+        flat = {"flat_batch": runner.last_batch if ran else None, "logits": runner.last_logits if ran else None}
+        yield Stop("12", "executed", step, executed_facts(core, so), flat | {"runner": runner})
+        out = runner.sample_tokens()
+        yield Stop("13", "sampled", step, sampled_facts(out), {"model_runner_output": out})
+        outputs = scheduler.update_from_output(so, out)
+        facts = updated_facts(core, outputs, releases.take())
+        yield Stop("14", "updated", step, facts, {"outputs": outputs, "scheduler": scheduler})
+    finally:
+        releases.close()
     return outputs
 
 # %% ../nbs/16_walk.ipynb #7b657a4e
@@ -176,20 +226,22 @@ def walk(
             f"walk: {len(prompts)} prompts, {len(params)} params and {len(names)} request_ids; one each is needed"
         )
     engine = llm.llm_engine
-    if engine.vllm_config.scheduler_config.async_scheduling:
-        raise ValueError("walk: async_scheduling=True lets two steps overlap; a walk shows one step at a time")
+    if engine.engine_core.listener is not None:
+        raise ValueError("walk: this engine is being recorded; a walk does not use the steps that are listened to")
     if engine.has_unfinished_requests():
         raise ValueError("walk: llm still has unfinished requests; a walk needs the engine for itself")
     if not hasattr(engine.engine_core, "engine_core"):  # it is in another process
         return _recorded(llm, names, prompts, params)
+    if engine.vllm_config.scheduler_config.async_scheduling:
+        raise ValueError("walk: async_scheduling=True lets two steps overlap; a walk shows one at a time; see record()")
     return _walk(engine, names, prompts, params)
 
 
 def _recorded(llm: LLM, names: list[str], prompts: list[Any], params: list[SamplingParams]) -> Walk:
     "A walk that is recorded first and shown afterwards: page 16c."
-    from walkvllm.recording import record
+    from walkvllm.recording import record_walk, stops_of
 
-    yield from record(llm, prompts, params, names)
+    yield from stops_of(record_walk(llm, prompts, params, names))
 
 
 def _walk(engine: LLMEngine, names: list[str], prompts: list[Any], params: list[SamplingParams]) -> Walk:
@@ -220,7 +272,9 @@ def _kept_open(
             stop = next(pauses)
         except StopIteration as end:
             return end.value
-        yield add_texts(stop, engine)
+        if stop.name == "sampled":
+            add_texts(stop.facts, engine.output_processor.tokenizer)
+        yield stop
 
 
 def _home(core: EngineCore, step: int) -> Stop:

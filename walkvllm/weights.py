@@ -117,13 +117,13 @@ def weight_files(path: Path) -> list[Path]:
     others = sorted(f.name for f in path.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".gguf"))
     if others:
         raise ValueError(f"{path}: {others[0]!r} is not read; supported: safetensors (a pickle file can run code)")
-    raise FileNotFoundError(f"{path}: no *.safetensors file")
+    raise ValueError(f"{path}: no *.safetensors file")
 
 # %% ../nbs/09b_weights.ipynb #3f56b6c2
 def read_entries(path: Path) -> dict[str, TensorEntry]:
     "Returns all tensors of a model directory by name, from the headers alone."
     if not path.is_dir():
-        raise FileNotFoundError(f"model directory {str(path)!r} does not exist")
+        raise ValueError(f"model directory {str(path)!r} does not exist")
     index = read_index(path / INDEX) if (path / INDEX).exists() else {}
     if index and (path / "model.safetensors").exists() and "model.safetensors" not in index.values():
         raise ValueError(f"{path}: model.safetensors and {INDEX} are both there; which one holds the weights?")

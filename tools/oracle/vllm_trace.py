@@ -31,6 +31,7 @@ os.environ |= {
 }
 
 import torch
+from msgspec.structs import asdict
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -40,7 +41,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from walkvllm.schedule_trace import check_config, next_token
+from walkvllm.schedule_trace import next_token, read_workload
 
 Line = dict[str, Any]
 init_none_hash(sha256)
@@ -186,7 +187,7 @@ class VllmTrace:
     "Drives vLLM's scheduler through one workload."
 
     def __init__(self, workload: dict[str, Any], **show: bool) -> None:
-        self.cfg = check_config(workload.get("config", {}))
+        self.cfg = asdict(read_workload(workload).config)
         self.specs, self.max_steps, self.show = workload["requests"], workload.get("max_steps", 10000), show
         self.scheduler = make_scheduler(self.cfg)
         self.hasher = get_request_block_hasher(self.cfg["block_size"], sha256)

@@ -1,0 +1,252 @@
+"""Compiles the Triton kernels for GPUs that are not here, and says what came out.
+
+  compile_kernels.py          compile everything, write walkvllm/data/kernels.json
+  compile_kernels.py check    compile everything again, and compare it with the file
+  compile_kernels.py quick    the same with a few of them
+  compile_kernels.py stale    compile nothing: does the file belong to these sources and this list of launches?
+
+Triton's wheel brings NVIDIA's assembler and disassembler and LLVM's code for AMD. So all that the hardware is not needed
+for can be looked at on any machine: registers, spills, the stack, shared memory, which matrix instructions were
+chosen, and whether memory is read 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"  # read when the kernels are imported
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # or the result would hold the path of the sources
+
+import argparse
+import ast
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import torch
+
+from walkvllm.kernels import paged_attention, paged_write, triton
+
+DATA = ROOT / "walkvllm/data/kernels.json"
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32),
+           "gfx942": ("hip", "gfx942", 64)}
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes a program may take
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+HEAD_SIZES = (32, 64, 80, 96, 128, 256)
+STEPS = {"prompts": (8, 512, 4096), "decodes": (64, 1, 4096), "a long decode": (1, 1, 65536)}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with one set of arguments, as Triton would compile it."""
+
+    kernel: Any
+    case: str  # what it is for, in words; with the kernel's name, its key in the file
+    types: dict[str, str]  # of the arguments that are not constants
+    constants: dict[str, Any]
+    aligned: frozenset[str] = frozenset()  # integers known to be divisible by 16, as pointers always are
+    options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
+    quick: bool = False
+    matrix: bool = False  # a tall tile of 16-bit numbers: must use the newest matrix instructions
+
+    def __str__(self) -> str:
+        return f"{self.kernel.__name__}: {self.case}"
+
+    @property
+    def source(self) -> Any:
+        """What triton.compile takes."""
+        from triton.compiler import ASTSource
+
+        names = self.kernel.arg_names
+        signature = {n: "constexpr" if n in self.constants else self.types[n] for n in names}
+        aligned = [i for i, n in enumerate(names) if n in self.aligned or signature[n].startswith("*")]
+        return ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants,
+                         attrs={(i,): [["tt.divisibility", 16]] for i in aligned})
+
+
+# ---- which launches there are ----
+
+def attention(dtype: str, head_dim: int, step: str, kv_heads: int = 8, group: int = 2, block_size: int = 16,
+              window: int = 0, soft_cap: float = 0.0) -> Iterator[Launch]:
+    """The attention kernel as `pick_config` would have it, and the reduction where it splits."""
+    cfg = paged_attention.pick_config(*STEPS[step], kv_heads, head_dim, getattr(torch, dtype), "cuda")
+    pointer, names = f"*{DTYPES[dtype]}", paged_attention.paged_attention_kernel.arg_names
+    types = {n: "i32" for n in names} | {n: pointer for n in names if n.endswith("_ptr")}
+    types |= {n: "*fp32" for n in names if n.startswith("part_")} | {"scale": "fp32"}
+    types |= dict.fromkeys(("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr"), "*i32")
+    block_m = max(cfg.block_m, triton.next_power_of_2(group))
+    dims = {"HEAD_DIM": head_dim, "DIM_TILE": max(16, triton.next_power_of_2(head_dim))}
+    constants = dims | dict(
+        KV_HEADS=kv_heads, GROUP=group, BLOCK_SIZE=block_size, BLOCK_Q=block_m // group, BLOCK_M=block_m,
+        TILE_N=cfg.tile_n, SPLIT=cfg.num_splits > 1, WINDOW=window, SOFT_CAP=soft_cap, WIDEN=False)
+    extra = "".join(f", {n} {v}" for n, v, usual in (
+        ("group", group, 2), ("block size", block_size, 16), ("window", window, 0), ("cap", soft_cap, 0)) if v != usual)
+    case = f"{dtype}, head size {head_dim}, {step}{extra}"
+    quick = step != "decodes" and not extra and (dtype, head_dim) in (("bfloat16", 128), ("bfloat16", 256))
+    yield Launch(paged_attention.paged_attention_kernel, case, types, constants, frozenset({"query_stride"}),
+                 {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}, quick,
+                 dtype != "float32" and step == "prompts" and cfg.block_m >= 64)
+    if cfg.num_splits > 1 and not extra:
+        yield Launch(paged_attention.reduce_splits_kernel, f"{dtype}, head size {head_dim}, {cfg.num_splits} parts",
+                     {n: "*fp32" for n in names if n.startswith("part_")} | {"out_ptr": pointer},
+                     dims | {"NUM_SPLITS": cfg.num_splits}, quick=quick)
+
+
+def write(dtype: str, width: int) -> Launch:
+    names = paged_write.reshape_and_cache_kernel.arg_names
+    types = {n: f"*{DTYPES[dtype]}" if n.endswith("_ptr") else "i32" for n in names} | {"slot_mapping_ptr": "*i64"}
+    return Launch(paged_write.reshape_and_cache_kernel, f"{dtype}, {width} numbers a token", types,
+                  {"WIDTH": width, "TILE": triton.next_power_of_2(width)}, frozenset({"key_stride", "value_stride"}),
+                  quick=(dtype, width) == ("bfloat16", 1024))
+
+
+@cache
+def launches() -> list[Launch]:
+    """Everything that the engine may launch on a GPU."""
+    found = [launch for dtype in DTYPES for head_dim in HEAD_SIZES for step in STEPS
+             for launch in attention(dtype, head_dim, step)]
+    for step in STEPS:
+        for more in ({"group": 1}, {"group": 7}, {"group": 8}, {"block_size": 8}, {"block_size": 256},
+                     {"window": 4096}, {"soft_cap": 50.0}):
+            found += attention("bfloat16", 128, step, **more)
+    found += [write(dtype, width) for dtype in DTYPES for width in (64, 1024)]
+    return found
+
+
+# ---- what one compilation says ----
+
+def nvidia(compiled: Any, target: str) -> dict[str, Any]:
+    """Facts out of the binary, by NVIDIA's own tools."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    env = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(compiled.asm["cubin"])
+        f.flush()
+        usage, code = (subprocess.run([tools / tool, option, f.name], capture_output=True, text=True, env=env, check=True
+                                      ).stdout for tool, option in (("cuobjdump", "--dump-resource-usage"),
+                                                                    ("nvdisasm", "-c")))
+    used = dict(re.findall(r"(REG|STACK):(\d+)", usage))
+
+    def count(pattern: str) -> int:
+        return len(re.findall(rf"\s{pattern}\b", code))
+
+    return {"registers": int(used["REG"]), "spills": count(r"(?:LDL|STL)[.\w]*"), "stack": int(used["STACK"]),
+            "mma": count(r"[HI]MMA[.\w]*"), "wgmma": count(r"HGMMA[.\w]*"), "tcgen05": count(r"UTC\w*MMA[.\w]*"),
+            "loads": count(r"LDG(?:STS)?[.\w]*"), "loads_16_bytes": count(r"LDG(?:STS)?\.[.\w]*128[.\w]*")}
+
+
+def amd(compiled: Any, target: str) -> dict[str, Any]:
+    """The same out of the assembly text for AMD."""
+    text = compiled.asm["amdgcn"]
+
+    def says(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # type: ignore[index]
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, text))
+
+    return {"registers": says("vgpr_count"), "spills": says("vgpr_spill_count") + says("sgpr_spill_count"),
+            "stack": says("private_segment_fixed_size"), "mma": count(r"v_mfma"), "wgmma": 0, "tcgen05": 0,
+            "loads": count(r"(?:global|buffer)_load_"), "loads_16_bytes": count(r"(?:global|buffer)_load_dwordx4")}
+
+
+def report(launch: Launch, target: str) -> dict[str, Any]:
+    """One row of the file."""
+    from triton.backends.compiler import GPUTarget
+
+    compiled = triton.compile(launch.source, target=GPUTarget(*TARGETS[target]), options=launch.options)
+    facts = (nvidia if TARGETS[target][0] == "cuda" else amd)(compiled, target)
+    return {"kernel": launch.kernel.__name__, "case": launch.case, "target": target,
+            "warps": launch.options["num_warps"], "shared": compiled.metadata.shared, **facts}
+
+
+def complaints(launch: Launch, row: dict[str, Any]) -> list[str]:
+    """What must not be in a row."""
+    found = []
+    if row["spills"] or row["stack"]:
+        found.append(f"{row['spills']} spills, {row['stack']} bytes of stack")
+    if row["shared"] > SHARED[row["target"]]:
+        found.append(f"{row['shared']} bytes of shared memory, of {SHARED[row['target']]}")
+    newest = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mma"}[row["target"]]
+    if launch.matrix and not row[newest]:
+        found.append(f"no {newest} instruction")
+    attention = launch.kernel is paged_attention.paged_attention_kernel
+    if attention and TARGETS[row["target"]][0] == "cuda" and not row["loads_16_bytes"]:
+        found.append("no load of 16 bytes")
+    return [f"{launch}, {row['target']}: {what}" for what in found]
+
+
+# ---- does the file belong to the sources? ----
+
+def code_hash(path: Path) -> str:
+    """Changes with the code of a module, not with its comments and docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+
+
+def hashes() -> dict[str, str]:
+    """Of each module that holds a kernel among the launches."""
+    modules = {sys.modules[launch.kernel.fn.__module__].__file__ for launch in launches()}
+    return {Path(str(m)).stem: code_hash(Path(str(m))) for m in sorted(map(str, modules))}
+
+
+def stale(data: dict[str, Any]) -> list[str]:
+    """Why the file does not belong to what is here."""
+    found = [f"kernels/{name}.py has changed" for name, now in hashes().items() if data["sources"].get(name) != now]
+    have = {(r["kernel"], r["case"], r["target"]) for r in data["rows"]}
+    want = {(la.kernel.__name__, la.case, t) for la in launches() for t in TARGETS}
+    found += [f"not in the file: {' / '.join(key)}" for key in sorted(want - have)]
+    found += [f"no longer launched: {' / '.join(key)}" for key in sorted(have - want)]
+    return [f"{f}. Run: make compile-report" for f in found[:5]]
+
+
+def compile_all(chosen: list[Launch]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows, and what is wrong with them."""
+    rows, bad = [], []
+    for launch in chosen:
+        for target in TARGETS:
+            row = report(launch, target)
+            rows.append(row)
+            bad += complaints(launch, row)
+        print(f"{launch}: " + "  ".join(f"{r['target']} {r['registers']} registers" for r in rows[-len(TARGETS):]),
+              flush=True)
+    return rows, bad
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="write", choices=["write", "check", "quick", "stale"])
+    what = parser.parse_args().what
+    chosen = [la for la in launches() if la.quick] if what == "quick" else launches() if what != "stale" else []
+    rows, bad = compile_all(chosen)
+    if what == "write":
+        data = {"triton": triton.__version__, "sources": hashes(), "rows": rows}
+        lines = ",\n  ".join(json.dumps(r) for r in rows)
+        head = json.dumps({k: v for k, v in data.items() if k != "rows"})
+        DATA.write_text(f'{head[:-1]}, "rows": [\n  {lines}]}}\n', encoding="utf-8")
+    else:
+        data = json.loads(DATA.read_text(encoding="utf-8"))
+        bad += stale(data)
+        if data["triton"] == triton.__version__:  # another one chooses other registers
+            kept = {(r["kernel"], r["case"], r["target"]): r for r in data["rows"]}
+            keys = [(r["kernel"], r["case"], r["target"]) for r in rows]
+            bad += [f"differs from the file: {kept.get(k)}, now {r}" for k, r in zip(keys, rows) if kept.get(k) != r]
+    print(*bad, f"{len(rows)} compiled, {len(bad)} complaints", sep="\n")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
