@@ -49,16 +49,18 @@ class Engine:
         return [r for r in results if not isinstance(r, BaseException)]
 
     async def one(self, prompt: Any, params: SamplingParams) -> RequestOutput:
-        """One answer: the deltas put together again."""
+        """One answer, in one of the three kinds of outputs after the other; what came in parts is put together."""
         self.count += 1
-        asked = params.clone()
-        asked.output_kind = RequestOutputKind.DELTA
-        text, token_ids, output = "", list[int](), None
+        asked, whole = params.clone(), None
+        asked.output_kind = list(RequestOutputKind)[self.count % 3]
         async for output in self.engine.generate(prompt, asked, str(self.count)):
-            text, token_ids = text + output.outputs[0].text, token_ids + output.outputs[0].token_ids
-        assert output is not None and output.finished
-        output.outputs[0].text, output.outputs[0].token_ids = text, token_ids
-        return output
+            if whole is None:
+                whole = output
+            else:
+                whole.add(output, aggregate=asked.output_kind is RequestOutputKind.DELTA)
+        assert whole is not None and whole.finished
+        whole.outputs.sort(key=lambda answer: answer.index)
+        return whole
 
     def check_blocks(self) -> None:
         """Raises RuntimeError unless all blocks add up."""

@@ -1,7 +1,7 @@
 """Runs of the real engine that are slow for one reason each: the diseases of page 17, produced on purpose.
 
-`Ward().produce(name, mode, rng)` makes one, under noise, and returns what was recorded. tests/test_latency.py tells them
-apart, and tools/record_latency.py keeps some for the page.
+`Ward().produce(name, mode, rng)` makes one, under noise, and returns what was recorded. tests/test_latency.py tells
+them apart, and tools/record_latency.py keeps some for the page.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,34 +63,34 @@ def many(number: int, tokens: tuple[int, int], answer: tuple[int, int]) -> Asks:
 
 def talk_and_read(rng: random.Random) -> list[Ask]:
     """Some that decode, and long prompts that come in between."""
-    talkers = [Ask(rng.randint(6, 12), 40) for _ in range(4)]
-    return talkers + [Ask(rng.randint(420, 500), 1, after=4 + 3 * i) for i in range(10)]
+    talkers = [Ask(rng.randint(6, 12), 26) for _ in range(4)]
+    return talkers + [Ask(rng.randint(420, 500), 1, after=4 + 3 * i) for i in range(6)]
 
 
 def large_and_small(rng: random.Random) -> list[Ask]:
     """One that holds most of the pool, a large one that does not fit beside it, and small ones behind."""
-    return [Ask(200, 90), Ask(300, 2), *(Ask(rng.randint(6, 14), 4) for _ in range(12))]
+    return [Ask(200, 60), Ask(300, 2), *(Ask(rng.randint(6, 14), 4) for _ in range(12))]
 
 
 def outgrow(rng: random.Random) -> list[Ask]:
-    """Two that grow over the whole pool, and others that were let in beside them and are thrown out."""
-    return [Ask(6, 56) for _ in range(2)] + [Ask(rng.randint(4, 7), rng.randint(22, 26)) for _ in range(9)]
+    """Some that grow over the whole pool, and others that were let in beside them and are thrown out."""
+    return [Ask(6, 60) for _ in range(2)] + [Ask(rng.randint(4, 6), rng.randint(24, 28)) for _ in range(11)]
 
 
 def seldom(rng: random.Random) -> list[Ask]:
-    return [Ask(rng.randint(6, 12), 3, pause=0.1 + 0.05 * rng.random()) for _ in range(4)]
+    return [Ask(rng.randint(6, 12), 3, pause=0.1 + 0.05 * rng.random()) for _ in range(3)]
 
 
 CASES: dict[str, Case] = {
-    COMPUTE: Case({}, many(6, (20, 60), (24, 40))),
-    BUDGET: Case({"max_num_batched_tokens": 4}, many(14, (10, 14), (12, 18))),
-    SEQS: Case({"max_num_seqs": 2}, many(12, (8, 16), (10, 16))),
+    COMPUTE: Case({}, many(12, (20, 60), (16, 28))),
+    BUDGET: Case({"max_num_batched_tokens": 4}, many(18, (10, 14), (10, 14))),
+    SEQS: Case({"max_num_seqs": 2}, many(18, (8, 16), (9, 12))),
     BLOCKS: Case({"num_gpu_blocks_override": 29, "max_model_len": 128}, many(12, (97, 103), (1, 1))),
-    THRASH: Case({"num_gpu_blocks_override": 17, "max_model_len": 128}, outgrow),
+    THRASH: Case({"num_gpu_blocks_override": 18, "max_model_len": 128}, outgrow),
     HEAD: Case({"num_gpu_blocks_override": 49, "max_model_len": 376}, large_and_small),
     STALL: Case({}, talk_and_read),
-    CONSUME: Case({}, many(5, (10, 20), (12, 18)), take=0.03),
-    SUBMIT: Case({}, many(6, (10, 20), (4, 6)), read=0.06),
+    CONSUME: Case({}, many(4, (10, 20), (9, 12)), take=0.045),
+    SUBMIT: Case({}, many(7, (10, 20), (2, 3)), read=0.065),
     IDLE: Case({}, seldom),
 }  # fmt: skip
 
@@ -235,7 +235,11 @@ class Ward:
 
     def produce(self, name: str, mode: str, rng: random.Random, noisy: bool = True) -> Run:
         """One run with this disease."""
-        case = CASES[name]
+        return self.produce_case(CASES[name], mode, rng, noisy)
+
+    def produce_case(self, case: Case, mode: str, rng: random.Random | None = None, noisy: bool = False) -> Run:
+        """One run of a case; without noise if not told."""
+        rng = rng or random.Random(0)
         llm = self.engine(case, mode)
         with slow_tokenizer(getattr(llm, "llm_engine", llm), case.read):
             if not noisy:

@@ -39,6 +39,7 @@ RULES: dict[str, tuple[str, str, str]] = {  # what is broken: module, the line a
     # at the door
     "a bias is finite": ("sampling_checks", "-1e30, 1e30", "-3.4e38, 3.4e38"),
     "no answer without a seed": ("sampling_checks", "p.seed < -1 < p.seed + p.n", "False"),
+    "a tiny temperature is not greedy": ("sampling_checks", "        p.temperature = MIN_TEMPERATURE\n", "        pass\n"),
     "integers fit a message": ("sampling_checks", "2**63 - 1  # what", "1e300  # what"),
     "strings are plain": ("sampling_checks", "return [MEMBERS[name].kind(member) for member in value]", "return list(value)"),
     "something is left on the way": ("sampling_checks", "{word[-1] for word in p.bad_words_token_ids or [] if allowed.issuperset(word)}", "{w[0] for w in p.bad_words_token_ids or [] if len(w) == 1}"),

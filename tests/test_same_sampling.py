@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clients import CLIENTS, Engine
 from tokenizers import Tokenizer
 
-from walkvllm import LLM, RequestOutput, SamplingParams
+from walkvllm import RequestOutput, SamplingParams
 from walkvllm.detokenizer import IncrementalDetokenizer
 from walkvllm.input_processor import load_tokenizer
 from walkvllm.messages import EngineCoreRequest
@@ -128,24 +129,25 @@ ENGINE: dict[str, Any] = {
 REQUESTS = recorded("engine")
 
 
-def ask(llm: LLM, cases: list[dict[str, Any]]) -> list[RequestOutput]:
+def ask(llm: Engine, cases: list[dict[str, Any]]) -> list[RequestOutput]:
     prompts = [{k: v for k, v in c.items() if k in ("prompt", "prompt_token_ids")} for c in cases]
-    return llm.generate(prompts, [SamplingParams(**c["params"]) for c in cases], use_tqdm=False)
+    return llm.generate(prompts, [SamplingParams(**c["params"]) for c in cases])
 
 
-@pytest.fixture(scope="module")
-def together() -> dict[str, RequestOutput]:
-    "All recorded requests in one call, in the engine that they were recorded in."
-    with LLM(MODEL, **ENGINE) as llm:
+@pytest.fixture(scope="module", params=CLIENTS)
+def together(request: pytest.FixtureRequest) -> dict[int, RequestOutput]:
+    "All recorded requests in one call, in the engine that they were recorded in; by the id() of the case."
+    with Engine(request.param, MODEL, **ENGINE) as llm:
         outputs = ask(llm, [p.values[0] for p in REQUESTS])
         llm.check_blocks()
-    return {p.id: output for p, output in zip(REQUESTS, outputs, strict=True)}
+    return {id(p.values[0]): output for p, output in zip(REQUESTS, outputs, strict=True)}
 
 
-@pytest.fixture(scope="module")
-def small() -> Iterator[LLM]:
+@pytest.fixture(scope="module", params=CLIENTS)
+def small(request: pytest.FixtureRequest) -> Iterator[Engine]:
     "An engine in which prompts are cut into chunks, and requests are thrown out and come back."
-    with LLM(MODEL, **ENGINE | {"max_num_batched_tokens": 11, "block_size": 8, "num_gpu_blocks_override": 40}) as llm:
+    tight = ENGINE | {"max_num_batched_tokens": 11, "block_size": 8, "num_gpu_blocks_override": 40}
+    with Engine(request.param, MODEL, **tight) as llm:
         yield llm
         llm.check_blocks()
 
@@ -185,22 +187,20 @@ def compare(ours: RequestOutput, case: dict[str, Any], theirs: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("case,expected", REQUESTS)
-def test_engine(
-    together: dict[str, RequestOutput], request: pytest.FixtureRequest, case: Any, expected: dict[str, Any]
-) -> None:
+def test_engine(together: dict[int, RequestOutput], case: Any, expected: dict[str, Any]) -> None:
     "Text, ids, reasons, log probabilities, and how much of the prompt was found in the cache."
-    ours = together[request.node.callspec.id]
+    ours = together[id(case)]
     compare(ours, case, expected)
     assert ours.num_cached_tokens == expected["num_cached_tokens"]
 
 
-def test_texts_differ_only_where_they_should(together: dict[str, RequestOutput]) -> None:
+def test_texts_differ_only_where_they_should(together: dict[int, RequestOutput]) -> None:
     "Two recorded prompts of random ids end inside a character; all other texts are equal to the letter."
-    differ = [p.id for p in REQUESTS if together[p.id].outputs[0].text != p.values[1]["outputs"][0]["text"]]
+    differ = [p.id for p in REQUESTS if together[id(p.values[0])].outputs[0].text != p.values[1]["outputs"][0]["text"]]
     assert differ == ["engine-37", "engine-41"]
 
 
 @pytest.mark.parametrize("case,expected", REQUESTS)
-def test_engine_one_by_one_in_chunks(small: LLM, case: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_engine_one_by_one_in_chunks(small: Engine, case: dict[str, Any], expected: dict[str, Any]) -> None:
     "The same answers from a request that is alone, in small chunks, over what the others have left in the cache."
     compare(ask(small, [case])[0], case, expected)

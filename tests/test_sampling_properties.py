@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clients import Engine
 
-from walkvllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from walkvllm import CompletionOutput, RequestOutput, SamplingParams
 from walkvllm.sampler import Sampler, make_generator
 from walkvllm.sampling_metadata import SamplingColumns, SamplingMetadata
 from walkvllm.sampling_params import RequestOutputKind
@@ -30,17 +31,19 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tight": {"block_size": 4, "num_gpu_blocks_override": 27, "max_num_batched_tokens": 17},
     "no cache": {"block_size": 5, "num_gpu_blocks_override": 60, "enable_prefix_caching": False},
     "two in flight": {"block_size": 8, "num_gpu_blocks_override": 30, "async_scheduling": True},
+    "in a process": {"client": "child", "block_size": 8, "num_gpu_blocks_override": 30, "max_num_batched_tokens": 19},
+    "for a loop": {"client": "async", "block_size": 4, "num_gpu_blocks_override": 27},
 }
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[dict[str, LLM]]:
-    common = {"dtype": "float32", "max_model_len": 96, "max_num_seqs": 4, "max_logprobs": -1}
-    made = {name: LLM(MODEL, multiprocess=False, **common | extra) for name, extra in ENGINES.items()}
+def engines() -> Iterator[dict[str, Engine]]:
+    common = {"client": "in-process", "dtype": "float32", "max_model_len": 96, "max_num_seqs": 4, "max_logprobs": -1}
+    made = {name: Engine(model=MODEL, **common | extra) for name, extra in ENGINES.items()}
     yield made
     for llm in made.values():
         llm.check_blocks()
-        llm.shutdown()
+        llm.close()
 
 
 WORDS = " fox", "the", "tale", ".", " and", "Otto", " was"
@@ -68,8 +71,8 @@ def random_request(rng: random.Random) -> tuple[list[int], dict[str, Any]]:
     return prompt, wish
 
 
-def ask(llm: LLM, requests: list[tuple[list[int], dict[str, Any]]]) -> list[RequestOutput]:
-    return llm.generate([p for p, _ in requests], [SamplingParams(**w) for _, w in requests], use_tqdm=False)
+def ask(llm: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> list[RequestOutput]:
+    return llm.generate([p for p, _ in requests], [SamplingParams(**w) for _, w in requests])
 
 
 def same_positions(a: Any, b: Any) -> bool:
@@ -93,7 +96,7 @@ def same_answer(a: CompletionOutput, b: CompletionOutput) -> bool:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_alone_and_in_company(engines: dict[str, LLM], name: str) -> None:
+def test_alone_and_in_company(engines: dict[str, Engine], name: str) -> None:
     "Each of some requests asked alone in the roomy engine, and all of them together in another, in some order."
     rng, checked = random.Random(name), 0
     for _ in range(max(EXAMPLES // 15, 1)):
@@ -113,13 +116,13 @@ def test_alone_and_in_company(engines: dict[str, LLM], name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind, ids=str)
-def test_every_kind_of_output_says_the_same(engines: dict[str, LLM], kind: RequestOutputKind) -> None:
+def test_every_kind_of_output_says_the_same(engines: dict[str, Engine], kind: RequestOutputKind) -> None:
     "What is streamed, put together, is what comes at once: text, tokens, log probabilities, of every answer."
     rng = random.Random(7)
     requests = [random_request(rng) for _ in range(8)]
     for (_, wish), stop in zip(requests, ([". T", "e"], ["the ", " fox"], ["\n", "a"], ["ed"]), strict=False):
         wish |= {"stop": stop, "include_stop_str_in_output": stop == ["\n", "a"]}
-    at_once, engine = ask(engines["roomy"], requests), engines["chunks"].llm_engine
+    at_once, engine = ask(engines["roomy"], requests), engines["chunks"].engine.llm_engine
     seen: dict[str, RequestOutput] = {}
     for i, (prompt, wish) in enumerate(requests):
         engine.add_request(str(i), prompt, SamplingParams(**wish, output_kind=kind))
@@ -135,7 +138,7 @@ def test_every_kind_of_output_says_the_same(engines: dict[str, LLM], kind: Reque
         assert len(got) == len(want.outputs) and all(map(same_answer, got, want.outputs)), requests[i]
 
 
-def test_tight_engine_preempts(engines: dict[str, LLM]) -> None:
+def test_tight_engine_preempts(engines: dict[str, Engine]) -> None:
     "The tight engine is tight: somebody is thrown out while six requests run."
     from walkvllm import scheduler
 
@@ -355,12 +358,12 @@ def test_what_the_prompt_leaves_to_the_answer() -> None:
             assert "".join(map(stream.step, answer)) == text
 
 
-def test_what_the_door_finds(engines: dict[str, LLM]) -> None:
+def test_what_the_door_finds(engines: dict[str, Engine]) -> None:
     "A wrong value that was set after the parameters were made; words that would leave nothing to draw."
     late = SamplingParams()
-    late.top_k = "many"
+    late.logprobs = "all"
     stuck = SamplingParams(allowed_token_ids=[594], bad_words=["--"])
     begun = SamplingParams(allowed_token_ids=[7], bad_words=["##"], max_tokens=3)
-    for params, name in ((late, "top_k='many'"), (stuck, "allowed_token_ids"), (begun, "allowed_token_ids")):
+    for params, name in ((late, "logprobs=.all."), (stuck, "allowed_token_ids"), (begun, "allowed_token_ids")):
         with pytest.raises(ValueError, match=name):
-            engines["roomy"].generate([[5]], params, use_tqdm=False)
+            engines["roomy"].generate([[5]], params)

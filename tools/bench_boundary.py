@@ -25,7 +25,7 @@ from walkvllm.core_client import EngineCoreClient, InprocClient
 from walkvllm.frames import FROM_CORE, Kind, pack, unpack
 from walkvllm.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from walkvllm.mp_client import SyncMPClient
-from walkvllm.recording import record, spans_of
+from walkvllm.recording import record_walk, spans_of, stops_of
 from walkvllm.show import example
 
 DATA = ROOT / "walkvllm" / "data"
@@ -83,7 +83,7 @@ def send_us(requests: int) -> float:
     with LLM(dtype="float32", multiprocess=True, num_gpu_blocks_override=requests * 8 + 1, **settings) as llm:
         params = [SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)] * requests
         prompts = [{"prompt_token_ids": [100 + (i + j) % 900 for j in range(8)]} for i in range(requests)]
-        stops = record(llm, prompts, params, [str(i) for i in range(requests)])
+        stops = stops_of(record_walk(llm, prompts, params, [str(i) for i in range(requests)]))
     sent = {s.step: s for s in stops if s.name == "outputs encoded"}
     woken = {s.step: s for s in stops if s.name == "waited" and s.step in sent}
     ways = [woken[n].ended - sent[n].began for n in woken if len(sent[n].facts["requests"]) == requests]
@@ -126,7 +126,7 @@ def main() -> None:
     with example.llm(multiprocess=True) as llm:
         llm.generate(example.prompts, example.params, use_tqdm=False)  # the first run is not like the others
         llm.reset_prefix_cache()
-        stops = record(llm, example.prompts, example.params, example.names, together=False)
+        stops = stops_of(record_walk(llm, example.prompts, example.params, example.names, together=False))
     spans = [[track, name, step, round(a, 4), round(b, 4)] for track, name, step, a, b in spans_of(stops)]
     write("busy_loop.json", {"spans": spans})
 

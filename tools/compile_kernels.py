@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch
 
-from walkvllm.kernels import paged_attention, paged_write, triton
+from walkvllm.kernels import fused, paged_attention, paged_write, top_k_top_p, triton
 
 DATA = ROOT / "walkvllm/data/kernels.json"
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32),
@@ -102,12 +102,46 @@ def attention(dtype: str, head_dim: int, step: str, kv_heads: int = 8, group: in
                      dims | {"NUM_SPLITS": cfg.num_splits}, quick=quick)
 
 
-def write(dtype: str, width: int) -> Launch:
-    names = paged_write.reshape_and_cache_kernel.arg_names
-    types = {n: f"*{DTYPES[dtype]}" if n.endswith("_ptr") else "i32" for n in names} | {"slot_mapping_ptr": "*i64"}
-    return Launch(paged_write.reshape_and_cache_kernel, f"{dtype}, {width} numbers a token", types,
-                  {"WIDTH": width, "TILE": triton.next_power_of_2(width)}, frozenset({"key_stride", "value_stride"}),
-                  quick=(dtype, width) == ("bfloat16", 1024))
+def simple(kernel: Any, case: str, dtype: str, constants: dict[str, Any], **types: str) -> Launch:
+    """A launch whose pointers are to `dtype` and whose numbers are int32, where `types` does not say otherwise."""
+    usual = {n: f"*{DTYPES[dtype]}" if n.endswith("_ptr") else "i32" for n in kernel.arg_names}
+    return Launch(kernel, f"{dtype}, {case}", usual | types, constants,
+                  frozenset(n for n in kernel.arg_names if n in ("key_stride", "value_stride", "vocab")))
+
+
+def small(dtype: str) -> Iterator[Launch]:
+    """The kernels that only move numbers through memory once."""
+    def power(n: int) -> int:
+        return triton.next_power_of_2(n)
+
+    for width in (64, 1024):
+        yield simple(paged_write.reshape_and_cache_kernel, f"{width} numbers a token", dtype,
+                     {"WIDTH": width, "TILE": power(width)}, slot_mapping_ptr="*i64")
+    for width in (1024, 5120):
+        for add in (True, False):
+            yield replace(simple(fused.add_rms_norm_kernel, f"{width} numbers, {'add' if add else 'norm only'}", dtype,
+                                 {"ADD": add, "WIDTH": width, "TILE": power(width)}, eps="fp32"),
+                          options={"num_warps": 4 if width <= 4096 else 8})
+    yield simple(fused.silu_and_mul_kernel, "3072 numbers", dtype, {"WIDTH": 3072, "TILE": 1024})
+    for q_heads, kv_heads, head_dim, norm in ((16, 8, 128, True), (32, 8, 128, False), (28, 4, 80, False)):
+        yield simple(fused.rope_and_write_kernel,
+                     f"{q_heads}+{kv_heads} heads of {head_dim}{', normed' if norm else ''}", dtype,
+                     {"NORM": norm, "Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HALF": head_dim // 2,
+                      "HEAD_TILE": power(q_heads + kv_heads), "HALF_TILE": power(head_dim // 2),
+                      "V_TILE": power(kv_heads * head_dim)},
+                     positions_ptr="*i64", slot_mapping_ptr="*i64", eps="fp32")
+
+
+def other() -> Iterator[Launch]:
+    """The kernels that see no number of the model's own type."""
+    for block_size in (8, 16, 256):
+        yield simple(fused.slot_mapping_kernel, f"block size {block_size}", "float32",
+                     {"BLOCK_SIZE": block_size, "TILE": 256}, slot_mapping_ptr="*i64", positions_ptr="*i64",
+                     query_start_loc_ptr="*i32", block_table_ptr="*i32")
+    for k, p in ((True, False), (False, True), (True, True)):
+        yield replace(simple(top_k_top_p.top_k_top_p_kernel, f"151936 words{', top-k' * k}{', top-p' * p}", "float32",
+                             {"HAS_K": k, "HAS_P": p, "TILE": 4096}, top_k_ptr="*i64"),
+                      options={"num_warps": 8}, quick=k and p)
 
 
 @cache
@@ -119,8 +153,7 @@ def launches() -> list[Launch]:
         for more in ({"group": 1}, {"group": 7}, {"group": 8}, {"block_size": 8}, {"block_size": 256},
                      {"window": 4096}, {"soft_cap": 50.0}):
             found += attention("bfloat16", 128, step, **more)
-    found += [write(dtype, width) for dtype in DTYPES for width in (64, 1024)]
-    return found
+    return found + [launch for dtype in DTYPES for launch in small(dtype)] + list(other())
 
 
 # ---- what one compilation says ----

@@ -25,10 +25,9 @@ from cells import ROOT
 
 DOCS = ROOT / "docs"
 PAGES, SITE = DOCS / "_pages", DOCS / "_build/html"
-PLAYER = DOCS / "walk.html"  # the recorded walk as a player, once a page makes it; until then its text is shown
 _HEADER = re.compile(r"^# %% \S*?nbs/(\S+)\.ipynb #(\S+)$")
 _NB_LINK = re.compile(r'(href="(?!https?:)[^"#]*)\.ipynb')
-_BARE = re.compile(r"^(route|in_vllm)\([^\n]*\)$")  # cells that only show a picture; their source says nothing more
+_BARE = re.compile(r"^(route|in_vllm|played)\([^\n]*\)$")  # only a picture; the source says nothing more
 
 
 # ---- what the modules define ----
@@ -217,20 +216,20 @@ def _open_box(stem: str, top: str) -> str:
 # ---- the front page ----
 
 def _front(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The index page with the recorded walk before its first section."""
+    """The index page. If it has no player of its own, the recorded walk stands before its first section."""
+    if any(cell["source"].startswith("played(") for cell in shown):
+        return shown
     first, rest = shown[0]["source"].split("\n## ", 1)
-    return [_markdown(first), _markdown(_walk()), _markdown(f"## {rest}"), *shown[1:]]
+    return [_markdown(first), _walk(), _markdown(f"## {rest}"), *shown[1:]]
 
 
-def _walk() -> str:
-    """The recorded walk: the player where there is one, else what `make walk` prints, from page 16b's outputs."""
-    if PLAYER.exists():
-        return f'<div class="walk" id="walk">{PLAYER.read_text(encoding="utf-8")}</div>'
-    outputs = [o for c in cells.read(pages.notebook("16b_command_line"))["cells"] for o in c.get("outputs", [])]
-    text = next("".join(o["text"]) for o in outputs if "The requests come in" in "".join(o.get("text", "")))
-    lines = "\n".join(line or " " for line in html.escape(text).rstrip().splitlines())  # no blank line: one HTML block
-    return ('<div class="walk" id="walk"><p>What <code>make walk</code> prints, shortened: from the first '
-            f'message to the last block:</p>\n<pre tabindex="0">{lines}</pre></div>')
+def _walk() -> dict[str, Any]:
+    """A cell that shows the recorded walk as a player."""
+    from walkvllm.player import played
+    out = {"output_type": "display_data", "metadata": {},
+           "data": {"text/html": played()._repr_html_(), "text/plain": repr(played())}}
+    return {"cell_type": "code", "metadata": {"tags": ["remove-input"]}, "source": "played()", "execution_count": None,
+            "outputs": [_output(out)]}
 
 
 # ---- the reference ----

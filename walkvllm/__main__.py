@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from walkvllm.walk import Stop
 
 # %% auto #0
-__all__ = ['parser', 'generate', 'Ink', 'walk_lines', 'walk_command', 'map_command', 'trace_command', 'main']
+__all__ = ['parser', 'generate', 'Ink', 'walk_lines', 'walk_command', 'map_command', 'trace_command',
+           'diagnose_command', 'main']
 
 # %% ../nbs/16b_command_line.ipynb #f69eafc6
 _ENGINE = {
@@ -94,6 +95,19 @@ def parser() -> argparse.ArgumentParser:
     t.add_argument("--free-queue", action="store_true", help="add the free blocks, the next to be reused first")
     t.add_argument("--tables", action="store_true", help="add the block tables of the running requests")
     t.add_argument("--hashes", action="store_true", help="add how many blocks have names")
+    d = commands.add_parser(
+        "diagnose",
+        help="say why answers were slow, from a recorded run or a server's metrics",
+        description=(
+            "Says who is to blame for slow answers: the engine, one of its budgets, or its caller. Reads a run that"
+            " llm.generate(..., trace=FILE) has saved, or the text of a vLLM server's /metrics: one snapshot, or an"
+            " earlier and a later one."
+        ),
+    )
+    d.add_argument("metrics", nargs="+", metavar="METRICS", help="RUN.jsonl, or one or two snapshots")
+    d.add_argument("--seconds", type=float, metavar="FLOAT", help="time between the two snapshots")
+    d.add_argument("--max-num-seqs", type=int, metavar="INT", help="the server's setting; the metrics lack it")
+    d.add_argument("--max-num-batched-tokens", type=int, metavar="INT", help="the server's setting; the metrics lack it")
     for p in (w, g):
         _options(p, "sampling", _SAMPLING)
         _options(p, "engine", _ENGINE)
@@ -286,13 +300,26 @@ def trace_command(args: argparse.Namespace) -> int:
         return 2
     return 0
 
+# %% ../nbs/16b_command_line.ipynb #0722f841
+def diagnose_command(args: argparse.Namespace) -> None:
+    "Prints a verdict, its evidence and what the numbers cannot tell."
+    from walkvllm.prometheus import Settings, diagnose_files
+
+    print(*diagnose_files(args.metrics, Settings(args.seconds, args.max_num_seqs, args.max_num_batched_tokens)), sep="\n")
+
 # %% ../nbs/16b_command_line.ipynb #91718631
 def main(argv: Sequence[str] | None = None) -> int:
     "Runs one command. Returns its exit code: 0, or 1 after an error, which is one line on standard error."
     args = parser().parse_args(argv)  # ends with code 2 by itself
     try:
         commands: dict[str, Callable[[argparse.Namespace], int | None]]
-        commands = {"walk": walk_command, "generate": generate, "map": map_command, "trace-schedule": trace_command}
+        commands = {
+            "walk": walk_command,
+            "generate": generate,
+            "map": map_command,
+            "trace-schedule": trace_command,
+            "diagnose": diagnose_command,
+        }
         code = commands[args.command](args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has gone, as in `| head`

@@ -124,15 +124,18 @@ class AsyncLLM:
 
     def ensure_handler(self) -> None:
         "Sees to it that somebody receives what the core sends. Raises if the engine is dead or closed."
-        loop = asyncio.get_running_loop()
-        in_use = self.handler is not None and not self.handler.done() and not self.handler.get_loop().is_closed()
-        if in_use and self.handler.get_loop() is not loop:
+        loop, handler = asyncio.get_running_loop(), self.handler
+        in_use = None if handler is None or handler.done() or handler.get_loop().is_closed() else handler.get_loop()
+        if in_use not in (None, loop):
             raise RuntimeError("this engine is in use in another event loop")
         self.engine_core.check_alive()
         if in_use:
             return
-        receiving = handle_outputs(self.engine_core, self.output_processor, self.collectors)
-        self.handler = loop.create_task(receiving, name="walkvllm output handler")
+        waiting = self.engine_core, self.output_processor, self.collectors
+        self.handler = loop.create_task(handle_outputs(*waiting), name="walkvllm output handler")
+        # Whoever cancels all tasks that there are has cancelled this one too, perhaps before it began.
+        gone = RuntimeError("the task that receives outputs was cancelled")
+        self.handler.add_done_callback(lambda task: give_up(*waiting, gone) if task.cancelled() else None)
 
     async def ask(self, question: str) -> Any:
         "The core's answer to a question that it knows (page 04c)."
@@ -188,10 +191,6 @@ async def handle_outputs(
                 take(output.request_id).put(output)
     except Exception as error:
         give_up(engine_core, output_processor, collectors, error)
-    except asyncio.CancelledError:  # not by `shutdown` alone: a caller may cancel all tasks that there are
-        cancelled = RuntimeError("the task that receives outputs was cancelled")
-        give_up(engine_core, output_processor, collectors, cancelled)
-        raise
 
 
 def give_up(

@@ -69,7 +69,7 @@ class VllmConfig:
     model_config: ModelConfig
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
-    attention_backend: str  # "naive", "cpu" or "triton"
+    attention_backend: str  # "naive", "torch", "cpu" or "triton"
 
 # %% ../nbs/02_settings.ipynb #0845d639
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class EngineArgs:
     scheduling_policy: str = "fcfs"
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool | None = None  # None: off, since on a CPU nothing would overlap
-    attention_backend: str = "auto"  # "naive", "cpu", "triton"; "auto": triton on CUDA, else cpu
+    attention_backend: str = "auto"  # "triton" on CUDA, else "cpu": compiled, or "torch" without a compiler; or "naive"
 
     def create_engine_config(self) -> VllmConfig:
         "The settings, checked and complete. Reads the model's JSON files and no weights."
@@ -135,7 +135,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "float", "bfloat16", "float16", "half"),
     "prefix_caching_hash_algo": ("sha256", "blake2b"),
     "scheduling_policy": ("fcfs", "priority"),
-    "attention_backend": ("auto", "naive", "cpu", "triton"),
+    "attention_backend": ("auto", "naive", "torch", "cpu", "triton"),
     "logprobs_mode": ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
 }
 SMALLEST = {  # the smallest value of each number

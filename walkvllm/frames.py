@@ -74,6 +74,7 @@ class Problem(msgspec.Struct):
     type: str
     text: str
     traceback: str
+    bases: list[str] = []  # the types in Python itself that it is one of, the most special first
 
 
 class UtilityCall(msgspec.Struct, array_like=True):
@@ -109,16 +110,22 @@ RECORDS: dict[Kind, Any] = {
 # %% ../nbs/04b_frames.ipynb #027dd81d
 def write_down(error: BaseException) -> Problem:
     "What is to be known of `error`, as text."
-    return Problem(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+    bases = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    texts = [str(error), "".join(traceback.format_exception(error))]
+    text, trace = (t.encode(errors="backslashreplace").decode() for t in texts)  # a file name may not be Unicode
+    return Problem(type(error).__name__, text, trace, bases)
 
 
 def error_from(problem: Problem) -> Exception:
-    "The exception again, with the core's traceback as a note. A type that Python does not have becomes a RuntimeError."
-    kind = getattr(builtins, problem.type, None)
+    "The exception again, with the core's traceback as a note. What is only an Exception becomes a RuntimeError."
     error: Exception = RuntimeError(f"{problem.type}: {problem.text}")
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    for name in problem.bases:
+        kind = getattr(builtins, name, None)
+        if not isinstance(kind, type) or not issubclass(kind, Exception) or kind is Exception:
+            break
         with suppress(TypeError):  # UnicodeDecodeError wants more than a text
             error = kind(problem.text)
+            break
     error.add_note(f"in the engine core:\n{problem.traceback}")
     return error
 
@@ -133,7 +140,10 @@ def pack(kind: Kind, record: Any) -> list[Any]:
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             frames.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
             return value.dtype.str, value.shape, len(frames) - 1
-        raise TypeError(f"a {type(value).__name__} does not cross the process boundary")
+        raise TypeError(
+            f"{kind.name}: a value of type {type(value).__qualname__} cannot be encoded; records, arrays, numbers, "
+            "text, bytes, lists and dicts can"
+        )
 
     frames[1] = msgspec.msgpack.encode(record, enc_hook=other)
     return frames

@@ -406,6 +406,11 @@ class KVCacheManager(BlockTables):
             self.block_pool.cache_full_block(table[i], request.block_hashes[i])
         self.num_cached_blocks[request.request_id] = num_full
 
+    def forget_unwritten(self, request: Request) -> None:
+        "Takes back the names of the blocks of `request` that would have been filled by a grant that is taken back."
+        for block in self.req_to_blocks[request.request_id][request.num_computed_tokens // self.block_size :]:
+            self.block_pool.forget_name(block)
+
     def free(self, request: Request) -> None:
         "Returns all blocks of `request` to the pool, the last block first. A request without blocks is fine."
         self.block_pool.free_blocks(reversed(self.req_to_blocks.pop(request.request_id, [])))

@@ -36,8 +36,8 @@ def interrupts_after() -> Iterator[None]:
 
     Only the main thread receives signals; elsewhere this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield  # None: a handler that is not Python's, and that Python could not put back
         return
     held: list[int] = []
 

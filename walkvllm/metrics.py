@@ -123,6 +123,10 @@ def lives_of(run: Run) -> dict[str, Life]:
             for name in [event.request] if event.request else facts.get("requests", ()):
                 if name in lives and not lives[name].finished:
                     lives[name].aborted = event.ended
+    for life in lives.values():
+        if life.queued:  # the core may have it before the caller is back from sending
+            life.sent = max(life.processed, min(life.sent, life.queued))
+            life.queued = max(life.queued, life.sent)
     _core_times(run, lives)
     return lives
 

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from .attention import get_backend
+from .compiled_model import CompiledLM
 from .config import VllmConfig
 from .input_batch import CachedRequestState, FlatBatch, InputBatch, flatten
+from .kernels.cpu import SUFFIX
 from .logprobs import ROWS_AT_ONCE, PromptLogprobs, split_logprobs
 from .messages import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .models import CausalLM
@@ -107,9 +109,11 @@ class ModelRunner:
     def __init__(self, config: VllmConfig) -> None:
         model, cache, backend = config.model_config, config.cache_config, config.attention_backend
         spec, dtype = model.spec, getattr(torch, model.dtype)
-        self.device = torch.device("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")
+        on_cuda = torch.cuda.is_available() and backend not in ("cpu", "torch")
+        self.device = torch.device("cuda" if on_cuda else "cpu")
         self.backend = get_backend(backend)
-        self.model = CausalLM(spec, load_weights(model.model, spec, dtype, self.device))
+        model_class = CompiledLM if self.backend.name == "cpu" and dtype in SUFFIX else CausalLM
+        self.model: CausalLM = model_class(spec, load_weights(model.model, spec, dtype, self.device))
         self.kv_caches = allocate_kv_cache(spec, cache.num_gpu_blocks, cache.block_size, dtype, self.device)
         self.sampler = Sampler(model.seed, self.device, model.logprobs_mode)
         self.states: dict[str, CachedRequestState] = {}

@@ -189,7 +189,11 @@ def receive_from_child(child: CoreProcess, expected: Collection[Kind], deadline:
 
 def handshake(child: CoreProcess, config: VllmConfig) -> tuple[Ready, ClockOffset]:
     "Starts the core in the child. An error in there is raised here, as itself."
-    deadline = time.monotonic() + float(os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", 600))
+    wish = os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", "600")
+    try:
+        deadline = time.monotonic() + float(wish)
+    except ValueError:
+        raise ValueError(f"VLLM_ENGINE_READY_TIMEOUT_S={wish!r} must be a number of seconds") from None
     hello: Hello = receive_from_child(child, {Kind.HELLO}, deadline)[1]
     clock = ClockOffset()
     clock.heard(hello.clock, time.perf_counter())

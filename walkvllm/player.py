@@ -15,129 +15,84 @@ from typing import TYPE_CHECKING, Any
 
 from .recording import record_walk
 from .show import STOPS, colours, example, show_budget, show_table, token_text
+from .replay import State as ReplayState
+from .replay import states
 from .trace import record
-from .walk import Stop, lines
+from .walk import QUEUE_SHOWN, Stop, lines
 
 if TYPE_CHECKING:
     from walkvllm.events import Event
     from walkvllm.trace import Run
 
 # %% auto #0
-__all__ = ['State', 'Facts', 'ONCE', 'CHANGES', 'NO_FRAME', 'PANELS', 'PARTS', 'ARRIVALS', 'frames', 'state_at',
-           'example_run', 'Player', 'rerun', 'experiment']
+__all__ = ['State', 'Facts', 'Numbers', 'OF_THE_STEP', 'NO_FRAME', 'PANELS', 'PARTS', 'ARRIVALS', 'frames', 'state_at',
+           'example_run', 'Player', 'played', 'rerun', 'experiment']
 
 # %% ../nbs/16d_player.ipynb #2ecd25cb
 State = dict[str, Any]  # "waiting": [0, 2], "held.0": [1, 2, 3], "computed.0": 16, "text.0": "By the", ...
 Facts = dict[str, Any]
-ONCE = ("taken", "back", "message")  # true of one event only
+Numbers = dict[str, list[int]]
 
 
-def _queues(s: State, f: Facts) -> None:
-    s["waiting"], s["num_waiting"], s["running"] = f["waiting"], f["num_waiting"], f["running"]
-
-
-def _began(s: State, f: Facts) -> None:
-    "The core as it was before the first event: empty, unless it was at work already."
-    s |= {"waiting": f["waiting"], "num_waiting": len(f["waiting"]), "running": f["running"]}
-    s |= {"free": len(f["free"]), "remembered": sorted(f["remembered"])}
-    s |= {f"held.{r}": blocks for r, blocks in f["blocks"].items()}
-
-
-def _down(s: State, f: Facts) -> None:
-    s["message"] = {"down": True, "what": "request", "bytes": f.get("bytes")}
-
-
-def _up(s: State, f: Facts) -> None:
-    s["message"] = {"down": False, "what": "outputs", "bytes": f.get("bytes")}
+def _replayed(there: ReplayState, number: Numbers) -> State:
+    "What the replay says, as a flat dict."
+    waiting = [number[name][0] for name in there.waiting[:QUEUE_SHOWN]]
+    s: State = {"waiting": waiting, "num_waiting": len(there.waiting)}
+    s |= {"running": [number[name][0] for name in there.running]}
+    s |= {"free": len(there.free), "remembered": sorted(there.remembered)}
+    s |= {f"held.{number[name][0]}": blocks for name, blocks in there.blocks.items()}
+    s |= {f"made.{number[name][0]}": len(ids) for name, ids in there.token_ids.items() if ids}
+    s |= {f"text.{number[name][0]}": text for name, text in there.texts.items() if text}
+    return s | {f"done.{number[name][0]}": str(why) for name, why in there.finished.items()}
 
 # %% ../nbs/16d_player.ipynb #a106031c
-def _give_back(s: State, released: dict[int, list[int]], remembered: list[int]) -> None:
-    "Blocks of requests that were preempted, finished or aborted."
-    s["back"] = [b for blocks in released.values() for b in blocks]
-    for r, blocks in released.items():
-        s.pop(f"held.{r}", None)
-        s["remembered"] = sorted(set(s["remembered"]) - set(blocks) | set(remembered))
-
-
-def _scheduled(s: State, f: Facts) -> None:
-    _give_back(s, f["preempted"], f["remembered"])
-    s |= {f"computed.{r}": 0 for r in f["preempted"]}
-    s["taken"] = [b for blocks in f["blocks"].values() for b in blocks]
-    for r, blocks in f["blocks"].items():
-        s[f"held.{r}"] = s.get(f"held.{r}", []) + blocks
-    s |= {f"computed.{r}": n for r, n in f["computed_before"].items()}
-    _name(s, f)
+def _scheduled(f: Facts) -> State:
     spent = [[r, n, r in f["decode"]] for r, n in f["tokens"].items()]
-    s["budget"] = {"spent": spent, "budget": f["budget"], "left": f["left"], "why": f["why"]}
-    s["free"], s["row"], s["sampled"] = f["free_blocks"], None, None
-    _queues(s, f)
+    s: State = {"budget": {"spent": spent, "budget": f["budget"], "left": f["left"], "why": f["why"]}}
+    s |= {f"computed.{r}": 0 for r in f["preempted"]}
+    return s | {f"computed.{r}": n for r, n in f["computed_before"].items()} | {"row": None, "sampled": None}
 
 
-def _name(s: State, f: Facts) -> None:
-    "The first blocks of a table have names; other blocks of it have not, whatever they held before."
-    s |= {f"named.{r}": n for r, n in f["named"].items()}
-    known = set(s["remembered"])
-    for r in {*f["named"], *f.get("blocks", ())}:
-        held, n = s.get(f"held.{r}", []), s.get(f"named.{r}", 0)
-        known = known - set(held) | set(held[:n])
-    s["remembered"] = sorted(known)
-
-# %% ../nbs/16d_player.ipynb #a7aeeb93
-def _executed(s: State, f: Facts) -> None:
-    s["row"] = [[r, p[0], f["slots"][r]] for r, p in f.get("positions", {}).items()]
-    s |= {f"computed.{r}": n for r, n in f.get("seq_lens", {}).items()}
+def _executed(f: Facts) -> State:
+    row = [[r, places[0], f["slots"][r]] for r, places in f.get("positions", {}).items()]
+    return {"row": row} | {f"computed.{r}": n for r, n in f.get("seq_lens", {}).items()}
 
 
-def _sampled(s: State, f: Facts) -> None:
-    s.pop("shown", None)
-    s["sampled"] = [[r, ids[0], f["texts"].get(r, "")] for r, ids in f["token_ids"].items()]
-    for r, ids in f["token_ids"].items():
-        s[f"made.{r}"] = s.get(f"made.{r}", 0) + len(ids)
+def _sampled(f: Facts) -> State:
+    return {"sampled": [[r, ids[0], f["texts"].get(r, "")] for r, ids in f["token_ids"].items()], "shown": None}
 
 
-def _updated(s: State, f: Facts) -> None:
-    _name(s, f)
-    _give_back(s, f["released"], f["remembered"])
-    s["free"] = f["free_blocks"]
-    _queues(s, f)
+def _message(down: bool) -> Callable[[Facts], State]:
+    what = "request" if down else "outputs"
+    return lambda f: {"message": {"down": down, "what": what, "bytes": f.get("bytes")}}
 
 
-def _aborted(s: State, f: Facts) -> None:
-    _give_back(s, f["released"], f["remembered"])
-    s["free"] = f["free_blocks"]
-    _queues(s, f)
-
-
-def _text(s: State, f: Facts) -> None:
-    for r, new in f["new_texts"].items():
-        s[f"text.{r}"] = s.get(f"text.{r}", "") + new
-    s |= {f"done.{r}": str(why) for r, why in f["finished"].items()}
-    s["shown"] = f["told"]
-
-
-CHANGES: dict[str, Callable[[State, Facts], None]] = {
-    "recording began": _began,
-    "message encoded": _down,
-    "message sent": _down,
-    "message decoded": _down,
-    "added": _queues,
-    "aborted": _aborted,
+OF_THE_STEP: dict[str, Callable[[Facts], State]] = {
+    "message encoded": _message(down=True),
+    "message sent": _message(down=True),
+    "message decoded": _message(down=True),
     "scheduled": _scheduled,
     "executed": _executed,
     "sampled": _sampled,
-    "updated": _updated,
-    "outputs encoded": _up,
-    "outputs decoded": _up,
-    "text out": _text,
-    "prefix cache reset": lambda s, f: s.update(remembered=[] if f["done"] else s["remembered"]),
+    "outputs encoded": _message(down=False),
+    "outputs decoded": _message(down=False),
+    "text out": lambda f: {"shown": f["told"]},
 }
 NO_FRAME = ("recording began", "waited")
+
+
+def _changed_hands(before: State, now: State) -> State:
+    "The blocks that were taken and given back in between."
+    tables = {key for s in (before, now) for key in s if key.startswith("held.")}
+    moved = [(set(before.get(key, ())), set(now.get(key, ()))) for key in tables]
+    taken, back = (sorted({b for m in moved for b in m[i] - m[1 - i]}) for i in (1, 0))
+    return {"taken": taken, "back": back}
 
 # %% ../nbs/16d_player.ipynb #07054e0b
 _LISTS = ("request", "waiting", "running", "decode", "requests", "told")
 
 
-def _number(events: Sequence[Event]) -> tuple[list[str], dict[str, list[int]]]:
+def _number(events: Sequence[Event]) -> tuple[list[str], Numbers]:
     "The core's requests, and the numbers behind each name, the core's or the caller's."
     began = next((e.facts["unfinished"] for e in events if e.stop == "recording began"), {})
     core = list(dict.fromkeys([*began, *(e.facts["request"] for e in events if e.stop in ("message encoded", "added"))]))
@@ -147,7 +102,7 @@ def _number(events: Sequence[Event]) -> tuple[list[str], dict[str, list[int]]]:
     return core, number
 
 
-def _numbered(facts: Facts, number: dict[str, list[int]]) -> Facts:
+def _numbered(facts: Facts, number: Numbers) -> Facts:
     "`facts` with the requests' numbers in place of their names."
     new = Facts()
     for key, value in facts.items():
@@ -167,7 +122,7 @@ def _concerned(stop: str, f: Facts) -> list[int]:
     return sorted(f.get(key, f.get("requests", ())))
 
 # %% ../nbs/16d_player.ipynb #0697ed3d
-def _sentences(event: Event, s: State, number: dict[str, list[int]], blocks: int) -> list[list[str]]:
+def _sentences(event: Event, s: State, number: Numbers, blocks: int) -> list[list[str]]:
     "What page 16 says about an event: page with its name, sentence."
     name, f = event.stop, event.facts
     if name == "text out":
@@ -192,26 +147,22 @@ def _plain(name: str, f: Facts) -> str:
     }.get(name, f"{name}: {who}")
 
 # %% ../nbs/16d_player.ipynb #f687b050
-def _fold(run: Run, number: dict[str, list[int]]) -> list[dict[str, Any]]:
+def _fold(run: Run, number: Numbers) -> list[dict[str, Any]]:
     "A frame per event: page, stop, step, whom it concerns, what is said about it, and what has changed."
-    state: State = {"remembered": []}
-    shown, frames = State(), list[dict[str, Any]]()
-    for event in run.events:
-        for key in ONCE:
-            state.pop(key, None)
-        facts = _numbered(event.facts, number)
-        if event.stop in CHANGES:
-            CHANGES[event.stop](state, facts)
+    frames, shown, kept, before = list[dict[str, Any]](), State(), State(), State()
+    for event, there in zip(run.events, states(run), strict=True):
         if event.stop in NO_FRAME:
             continue
+        facts, now = _numbered(event.facts, number), _replayed(there, number)
         who, last = _concerned(event.stop, facts), event.stop == "recording ended"
         page, stop = ("06", "blocks home") if last else (event.page, event.stop)
-        state |= {f"at.{r}": page for r in who} | {"step": frames[-1]["s"] if last and frames else event.step}
-        changed = {k: v for k, v in state.items() if k not in shown or shown[k] != v}
-        changed |= {k: None for k in shown if k not in state}
+        kept = {k: v for k, v in kept.items() if k != "message"} | OF_THE_STEP.get(event.stop, lambda f: {})(facts)
+        kept |= {f"at.{r}": page for r in who} | {"step": there.step if last else event.step}
+        state = {k: v for k, v in (now | _changed_hands(before, now) | kept).items() if v is not None}
+        changed = {k: v for k, v in state.items() if shown.get(k) != v} | {k: None for k in shown if k not in state}
         said = _sentences(event, state, number, run.engine["num_blocks"])
         frames.append({"p": page, "n": stop, "s": state["step"], "w": who, "say": said, "d": changed})
-        shown = dict(state)
+        shown, before = state, now
     return frames
 
 # %% ../nbs/16d_player.ipynb #cfed4eaf
@@ -228,7 +179,8 @@ def frames(run: Run, words: Callable[[int], str] = token_text) -> dict[str, Any]
     for i, name in enumerate(core):
         ids = asked[i]["token_ids"] if i in asked else []
         known = {"prompt": len(ids), "max": asked.get(i, {}).get("max_tokens")}
-        requests.append({"name": name, "colour": colour[name], **known, "words": [words(t) for t in [*ids, *made[i]]]})
+        ids = [*ids, *made[i]]
+        requests.append({"name": name, "colour": colour[name], **known, "ids": ids, "words": [words(t) for t in ids]})
     return {"engine": run.engine, "requests": requests, "frames": _fold(run, number)}
 
 # %% ../nbs/16d_player.ipynb #3ccc96e9
@@ -266,13 +218,13 @@ PANELS = ("queues", "budget", "row", "pool", "requests")
 PARTS = {  # page -> (events beside those that name the page, panels)
     "01": ("input processed, text out", "requests"),
     "02": ("scheduled", "settings budget"),
-    "03": ("", "requests"),
-    "04": ("", "messages requests"),
-    "05": ("scheduled, executed, sampled, updated", "queues row"),
+    "03": ("", "prompt"),
+    "04": ("", ""),
+    "05": ("scheduled, executed, sampled, updated", "queues"),
     "06": ("updated", "pool tables"),
     "07": ("", "queues budget"),
     "08": ("", "row"),
-    "09": ("", "row sampled"),
+    "09": ("", "row"),
     "10": ("", "row tables"),
     "11": ("", "row tables"),
     "12": ("", "budget row"),
@@ -294,7 +246,7 @@ def _part(drawn: dict[str, Any], page: str) -> dict[str, Any]:
             say = [said for said in frame["say"] if said[0][:2] == page] or frame["say"]
             kept.append(frame | {"d": changed, "say": say})
             changed = {}
-    return drawn | {"frames": kept, "panels": panels.split(), "only": page}
+    return drawn | {"frames": kept, "panels": panels.split(), "only": page, "route": page in ("01", "04", "05")}
 
 # %% ../nbs/16d_player.ipynb #d23cb102
 def _moments(runs: list[dict[str, Any]]) -> list[list[int]]:
@@ -323,9 +275,9 @@ class Player:
         words: Callable[[int], str] = token_text,  # a token id as text
     ) -> None:
         runs = [frames(r, words) for r in (run, beside) if r is not None]
-        runs = [_part(r, only) if only else r | {"panels": list(PANELS)} for r in runs]
+        runs = [_part(r, only) if only else r | {"panels": list(PANELS), "route": True} for r in runs]
         for r, title in zip(runs, titles, strict=False):
-            r |= {"title": title if len(runs) > 1 else "", "stops": {k: [v[0]] for k, v in STOPS.items()}}
+            r |= {"title": title if len(runs) > 1 else "", "stops": {k: v[0] for k, v in STOPS.items()}}
         moments, first = _moments(runs), runs[0]
         if not 0 <= (start or 0) < len(moments):
             raise ValueError(f"Player: start={start} is no frame; there are {len(moments)}")
@@ -339,7 +291,7 @@ class Player:
 
     def _repr_html_(self) -> str:
         code, still = _script(), _still(self.data, self.start)
-        data = json.dumps(self.data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+        data = json.dumps(self.data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
         name = f"walk-{_short(data + str(self.start))}"
         return (
             f'<div class="walk-player" data-walk="{name}"><div class="still">{still}</div></div><script>(() => {{\n'
@@ -392,6 +344,18 @@ def _still(data: dict[str, Any], start: int) -> str:
     ends = [{"request": n, "text": end.get(f"text.{i}", "")} for i, n in enumerate(names)]
     budget = show_budget(steps, run["engine"]["max_num_batched_tokens"]).html
     return f"<div>{stops}</div>{said}{budget}{show_table(ends).html}"
+
+# %% ../nbs/16d_player.ipynb #25d97410
+def played(page: str | None = None) -> Player:
+    "The running example as a player: the whole walk, or the part of it that one stop shows."
+    drawn = frames(example_run())
+    shown = _part(drawn, page)["frames"] if page else drawn["frames"]
+    most = max(len(f["w"]) for f in shown)
+    return Player(
+        example_run(),
+        only=page,
+        start=next(i for i, f in enumerate(shown) if len(f["w"]) == most and (page or f["n"] == "executed")),
+    )
 
 # %% ../nbs/16d_player.ipynb #2228c251
 ARRIVALS = {"together": (0, 0, 0), "three steps apart": (0, 3, 6), "story last": (4, 0, 0)}

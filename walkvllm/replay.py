@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from walkvllm.trace import Run
 
 # %% auto #0
-__all__ = ['CHANGES', 'State', 'Replay', 'states', 'replay', 'check']
+__all__ = ['CHANGES', 'TRACKS', 'State', 'Replay', 'states', 'replay', 'check', 'trace_events', 'arrows', 'data_frame']
 
 # %% ../nbs/16f_replay.ipynb #b3d58a2d
 @dataclass(slots=True)
@@ -60,7 +60,9 @@ class Replay:
     def __init__(self, engine: dict[str, Any]) -> None:
         self.state, self.began = State(), False
         self.block_size, self.by_priority = engine.get("block_size", 1), engine.get("policy") == "priority"
+        self.at_once = 2 if engine.get("async_scheduling") else 1  # steps that may be under way together
         self.launched: dict[int, tuple[str, dict[str, list[int]]]] = {}  # step -> how far it has come, its tokens
+        self.older = 0  # steps that were under way when the recording began
 
     def play(self, number: int, event: Event) -> None:
         "One event more."
@@ -92,7 +94,13 @@ class Replay:
         if stage != before:
             raise ValueError(f"it follows {stage or 'nothing'!r}, not {before!r}")
         self.launched[event.step] = (event.stop, tokens)
+        if self.in_flight > self.at_once:
+            raise ValueError(f"{self.in_flight} steps are under way, and there can be {self.at_once}")
         return old
+
+    @property
+    def in_flight(self) -> int:
+        return self.older + len(self.launched)
 
     def queue(self, name: str, in_front: bool = False) -> None:
         "A request waits: where its priority puts it, or behind all others, or in front if it has run before."
@@ -135,7 +143,12 @@ class Replay:
 
 # %% ../nbs/16f_replay.ipynb #1d5932e6
 def _began(replay: Replay, event: Event) -> None:
-    replay.state, replay.began = State.of(event.facts), True
+    replay.state, replay.began, replay.older = State.of(event.facts), True, event.facts["in_flight"]
+
+
+def _ended(replay: Replay, event: Event) -> None:
+    if replay.in_flight != event.facts["in_flight"]:
+        raise ValueError(f"{event.facts['in_flight']} steps are under way, but the events make it {replay.in_flight}")
 
 
 def _encoded(replay: Replay, event: Event) -> None:
@@ -181,7 +194,9 @@ def _sampled(replay: Replay, event: Event) -> None:
 
 def _updated(replay: Replay, event: Event) -> None:
     state, f = replay.state, event.facts
-    if event.step:  # otherwise it was launched before the recording began
+    if not event.step:  # it was launched before the recording began
+        replay.older -= 1
+    else:
         sampled = replay.pass_stage(event, "sampled", {})
         del replay.launched[event.step]
         if any(sampled.get(name) != ids for name, ids in f["token_ids"].items()):
@@ -211,8 +226,11 @@ def _leave(replay: Replay, names: Iterable[str], facts: dict[str, Any]) -> None:
 
 
 def _reset(replay: Replay, event: Event) -> None:
+    "All names are forgotten. A step that was torn, which also brings this about, is under way no more."
     if event.facts["done"]:
         replay.state.remembered.clear()
+    for step in list(replay.launched)[: max(replay.in_flight - event.facts["in_flight"], 0)]:
+        del replay.launched[step]
 
 
 def _text_out(replay: Replay, event: Event) -> None:
@@ -225,7 +243,7 @@ def _text_out(replay: Replay, event: Event) -> None:
 CHANGES: dict[str, Callable[[Replay, Event], None]] = {
     "recording began": _began, "message encoded": _encoded, "added": _added, "scheduled": _scheduled,
     "executed": _executed, "sampled": _sampled, "updated": _updated, "aborted": _aborted, "text out": _text_out,
-    "prefix cache reset": _reset,
+    "prefix cache reset": _reset, "recording ended": _ended,
 }  # fmt: skip
 
 # %% ../nbs/16f_replay.ipynb #0de33c7c
@@ -262,3 +280,51 @@ def check(run: Run) -> State:
     if read[0] != read[1]:
         raise ValueError(f"outputs of steps {read[0]} were read, but text came out of steps {read[1]}")
     return state
+
+# %% ../nbs/16f_replay.ipynb #5e0fee5d
+TRACKS = ("caller", "core: main thread", "core: input thread", "core: output thread")
+
+
+def trace_events(run: Run) -> dict[str, Any]:
+    "The run in the trace-event format: a slice per event, arrows where a message crosses, and counters."
+    made: list[dict[str, Any]] = []
+    for pid, process in ((1, "caller"), (2, "core")):
+        made.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}})
+    for tid, track in enumerate(TRACKS, 1):
+        place = {"pid": 1 if tid == 1 else 2, "tid": tid}
+        made.append({"ph": "M", "name": "thread_name", **place, "args": {"name": track}})
+        made.append({"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}})
+    zero = min((event.began for event in run.events), default=0.0)
+    for event in run.events:
+        place = {"pid": 1 if event.process == "caller" else 2, "tid": TRACKS.index(event.track) + 1}
+        start, end = ((t - zero) * 1e6 for t in (event.began, event.ended))  # in microseconds
+        args = {"step": event.step, "request": event.request, **event.facts}
+        slice_ = {"ph": "X", "name": event.stop, "cat": f"page {event.page}", "ts": start, "dur": end - start}
+        made.append(slice_ | place | {"args": args})
+        made += [arrow | place | {"ts": start} for arrow in arrows(event)]
+        if event.stop == "scheduled":
+            for name in ("kv_usage", "num_waiting"):
+                made.append({"ph": "C", "name": name, "ts": end, "pid": 2, "tid": 0, "args": {name: event.facts[name]}})
+    return {"displayTimeUnit": "ms", "traceEvents": made, "otherData": {"engine": run.engine, "version": run.version}}
+
+
+def arrows(event: Event) -> list[dict[str, Any]]:
+    "Where a message leaves or arrives, one end of an arrow."
+    ends = {"message sent": "s", "added": "f", "outputs encoded": "s", "outputs decoded": "f"}
+    if event.stop not in ends:
+        return []
+    name, number = ("request", event.request) if event.request else ("outputs", event.step)
+    return [{"ph": ends[event.stop], "name": name, "cat": "message", "id": f"{name} {number}", "bp": "e"}]
+
+
+def data_frame(run: Run) -> Any:
+    "A row per event. Facts become columns; a list or dict stays one in its cell. ImportError says what is missing."
+    try:
+        import pandas
+    except ImportError:
+        raise ImportError("to_pandas() needs pandas, which walkvllm does not ask for: pip install pandas") from None
+    rows = []
+    for event in run.events:
+        own = {name: getattr(event, name) for name in event.__struct_fields__ if name != "facts"}
+        rows.append(own | {"ms": (event.ended - event.began) * 1e3} | {f"facts.{k}": v for k, v in event.facts.items()})
+    return pandas.DataFrame(rows)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from walkvllm.sampling_params import SamplingParams
 
 # %% auto #0
-__all__ = ['NUMBERS', 'SWITCHES', 'MEMBERS', 'Limits', 'shown', 'check_number', 'is_token_id', 'is_text', 'Members',
-           'check_members', 'check_logit_bias', 'check_pairs', 'check_params', 'check_vocabulary',
+__all__ = ['MIN_TEMPERATURE', 'NUMBERS', 'SWITCHES', 'MEMBERS', 'Limits', 'shown', 'check_number', 'is_token_id',
+           'is_text', 'Members', 'check_members', 'check_logit_bias', 'check_pairs', 'check_params', 'check_vocabulary',
            'check_against_model', 'check_something_is_left', 'bad_word_token_ids']
 
 # %% ../nbs/02b_parameters.ipynb #c8f27997
@@ -28,6 +28,7 @@ class Limits(NamedTuple):
     optional: bool = False  # None is
 
 
+MIN_TEMPERATURE = 1e-2  # a smaller one would overflow exp() in float32, so it is raised to this; 0 is greedy
 NUMBERS = {
     "n": Limits(int, 1, 16384),  # vLLM's VLLM_MAX_N_SEQUENCES
     "temperature": Limits(float, 0, 3.4028235e38),  # float32's largest
@@ -143,6 +144,8 @@ def check_params(p: SamplingParams) -> None:
     "Puts numbers into one form, and raises ValueError with the name, the value and what is allowed."
     for name, limits in NUMBERS.items():
         setattr(p, name, check_number(name, getattr(p, name), limits))
+    if 0 < p.temperature < MIN_TEMPERATURE:
+        p.temperature = MIN_TEMPERATURE
     for name in SWITCHES:
         if not isinstance(value := getattr(p, name), bool):
             raise ValueError(f"{name}={shown(value)} must be True or False")

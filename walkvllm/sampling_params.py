@@ -13,12 +13,11 @@ import msgspec
 from .sampling_checks import check_params, shown
 
 # %% auto #0
-__all__ = ['SAMPLING_EPS', 'MIN_TEMPERATURE', 'NOT_BUILT', 'RequestOutputKind', 'SamplingParams',
-           'refuse_what_is_not_built', 'add_end_tokens']
+__all__ = ['SAMPLING_EPS', 'NOT_BUILT', 'RequestOutputKind', 'SamplingParams', 'refuse_what_is_not_built',
+           'add_end_tokens']
 
 # %% ../nbs/02_settings.ipynb #719286dc
-SAMPLING_EPS = 1e-5  # a temperature below this means greedy
-MIN_TEMPERATURE = 1e-2  # a smaller one would overflow exp() in float32, so it is raised to this
+SAMPLING_EPS = 1e-5  # a temperature below this means greedy; only 0 is, once the parameters are checked
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -90,8 +89,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             self.seed = None
         if self.is_greedy:
             self.top_k, self.top_p, self.min_p = 0, 1.0, 0.0
-        elif self.temperature < MIN_TEMPERATURE:
-            self.temperature = MIN_TEMPERATURE
         self.top_k = max(self.top_k, 0)
         if self.prompt_logprobs is not None:
             self.skip_reading_prefix_cache = True

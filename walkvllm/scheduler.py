@@ -108,6 +108,7 @@ class Scheduler:
         self.waiting: RequestQueue = PriorityRequestQueue() if config.policy == "priority" else FCFSRequestQueue()
         self.running: list[Request] = []  # in the order of their admission
         self.finished_req_ids: set[str] = set()  # since the last work order
+        self.forgets_unwritten = True  # vLLM 0.22.0 does not: see "a victim that already had its tokens"
         self.launched: dict[int, list[Request]] = {}  # by work order: whom it serves, for an id can change hands
 
     def add_request(self, request: Request) -> None:
@@ -204,6 +205,8 @@ def preempt(scheduler: Scheduler, plan: StepPlan) -> tuple[Request, bool]:
         victim = max(scheduler.running, key=lambda r: (r.priority, r.arrival_time))
         scheduler.running.remove(victim)
         granted = plan.take_back(victim)
+        if granted and scheduler.forgets_unwritten:
+            scheduler.kv_cache_manager.forget_unwritten(victim)
     else:
         victim = scheduler.running.pop()
     scheduler.kv_cache_manager.free(victim)

@@ -487,4 +487,4 @@ class Explorer:
                                              value=values[0], description=name, style=style)
             for name, values in self.choices.items()
         }  # fmt: skip
-        display(ipywidgets.interactive(self.draw, **controls))
+        display(ipywidgets.interactive(self.draw, {"auto_display": True}, **controls))

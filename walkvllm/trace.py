@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ logger = logging.getLogger("walkvllm")
 
 # %% auto #0
 __all__ = ['logger', 'Told', 'LIMIT', 'Recorder', 'CoreRecorder', 'begin', 'end', 'CallerRecorder', 'visible', 'Run',
-           'Header', 'parse', 'merged', 'numbered', 'Recording', 'record', 'traced']
+           'Header', 'parse', 'merged', 'numbered', 'Recording', 'record', 'example_run', 'traced']
 
 # %% ../nbs/16e_events.ipynb #f015b331
 Told = tuple[int, str | None, dict[str, Any]]  # step, request, facts
@@ -125,6 +126,7 @@ class CoreRecorder(Recorder):
             "blocks": {name: [b.block_id for b in blocks] for name, blocks in self.manager.req_to_blocks.items()},
             "free": [b.block_id for b in pool.free_block_queue.get_all_free_blocks()],
             "remembered": [b.block_id for b in pool.blocks if b.block_hash is not None],
+            "in_flight": len(self.core.batch_queue),
         }  # fmt: skip
 
     recording_ended = recording_began
@@ -141,7 +143,7 @@ class CoreRecorder(Recorder):
         return 0, request_ids[0] if len(request_ids) == 1 else None, facts | queue_facts(self.core.scheduler)
 
     def prefix_cache_reset(self, ended: float, done: bool) -> Told:
-        return 0, None, {"done": done}
+        return 0, None, {"done": done, "in_flight": len(self.core.batch_queue)}
 
     def scheduled(self, ended: float, work: SchedulerOutput) -> Told:
         self.last_step += 1
@@ -163,14 +165,14 @@ class CoreRecorder(Recorder):
     def updated(self, ended: float, work: SchedulerOutput, outputs: EngineCoreOutputs) -> Told:
         "Stamps the outputs too, so that the caller's events can say what they are of."
         step = self.steps.pop(id(work), 0)  # 0: it was scheduled before the recording began
-        outputs.step, outputs.timestamp = step, ended
+        outputs.stamp = step, ended
         released = self.released()
         facts = updated_facts(self.core, outputs, released.pop("released"))
         return step, None, facts | released | {"named": self.newly_named(facts["token_ids"])}
 
     def outputs_encoded(self, ended: float, outputs: EngineCoreOutputs, num_bytes: int) -> Told | None:
         facts = {"bytes": num_bytes, "requests": [o.request_id for o in outputs.outputs]}
-        return (outputs.step, None, facts) if outputs.outputs else None
+        return (outputs.stamp[0] if outputs.stamp else 0, None, facts) if outputs.outputs else None
 
     def released(self) -> dict[str, Any]:
         "Which blocks have come back, by request, in order; and those of them that remember what they hold."
@@ -240,12 +242,12 @@ class CallerRecorder(Recorder):
         return 0, request.request_id, {"request": request.request_id}
 
     def outputs_decoded(self, ended: float, outputs: EngineCoreOutputs, processor: OutputProcessor) -> Told | None:
-        self.last_step = outputs.step
+        self.last_step = outputs.stamp[0] if outputs.stamp else 0
         known = [processor.request_states.get(o.request_id) for o in outputs.outputs]
         self.states = [state for state in known if state is not None]
         facts: dict[str, Any] = {"requests": [o.request_id for o in outputs.outputs]}
-        facts |= {"encoded_at": outputs.timestamp} if outputs.timestamp else {}
-        return (outputs.step, None, facts) if outputs.outputs else None
+        facts |= {"encoded_at": outputs.stamp[1]} if outputs.stamp else {}
+        return (self.last_step, None, facts) if outputs.outputs else None
 
     def text_out(self, ended: float, made: list[RequestOutput], to_abort: list[str]) -> Told | None:
         "New characters and ends, by the core's request; to whom something was handed out, by the caller's."
@@ -412,10 +414,11 @@ class Recording:
 
     def began(self, engine: dict[str, Any], in_process: bool) -> Run:
         "The core listens too, and has said what it is set to."
+        self.zero = core_began = engine.pop("clock")
         if not in_process:
-            self.client.clock.told(self.recorder.started, engine["clock"])
-            self.client.clock.heard(engine["clock"], time.perf_counter())
-        del engine["clock"]
+            self.client.clock.told(self.recorder.started, core_began)
+            self.client.clock.heard(core_began, time.perf_counter())
+            self.zero -= self.client.clock.value
         self.run.engine = engine | {"multiprocess": not in_process}
         return self.run
 
@@ -424,7 +427,7 @@ class Recording:
         offset = 0.0 if not self.run.engine.get("multiprocess") else self.client.clock.value
         core = heard or {"events": [], "dropped": 0, "full_since": float("inf"), "problem": ""}
         self.run.problem, self.run.logits = problem, logits
-        merged(self.run, self.recorder.heard(), core, self.recorder.started, self.wall, offset)
+        merged(self.run, self.recorder.heard(), core, self.zero, self.wall, offset)
         tokenizer: Tokenizer | None = self.engine.output_processor.tokenizer
         for event in self.run.events:
             if event.stop == "sampled":
@@ -489,6 +492,11 @@ def record(llm: Any, *, limit: int = LIMIT) -> Recording:
     the boundary; what comes after that is counted in `run.dropped` and not kept.
     """
     return Recording(llm, limit)
+
+
+def example_run() -> Run:
+    "The running example from the first prompt to the last block, as it was recorded once (tools/record_example.py)."
+    return Run.load(Path(str(files("walkvllm") / "data" / "example_run.jsonl")))
 
 
 @contextmanager

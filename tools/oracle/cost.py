@@ -3,8 +3,8 @@
     make bench-schedule
     PYTHONPATH=tools .oracle/bin/python -m oracle.cost [--steps N] [--write]
 
-Both get the same requests and the same tokens, and must decide the same. They take turns step by step, and who goes
-first changes. Timed are `schedule` and `update_from_output`, in CPU time, so that a busy machine disturbs little; the
+Both get the same requests and the same tokens, and must decide the same. They take turns of ten steps, and who goes
+first changes: the machine's ups and downs meet both, and neither empties the other's caches before each step. Timed are `schedule` and `update_from_output`, in CPU time, so that a busy machine disturbs little; the
 time of a setting is the median over its steps. --write puts the result into walkvllm/data/schedule_cost.json, for
 page 07.
 """
@@ -35,6 +35,7 @@ from walkvllm import schedule_trace
 DATA = Path(__file__).resolve().parents[2] / "walkvllm" / "data" / "schedule_cost.json"
 SIZES = (1, 16, 64, 256, 1024)
 BLOCK = 16
+TURN = 10  # steps
 SHARED = [7 * i % 997 for i in range(1 << 15)]  # the start that all prompts of a prefix-heavy load have
 
 
@@ -48,11 +49,13 @@ class Load:
     shared: int = 0  # first tokens that all prompts have in common, beside those of `prompt`
     waiting: int = 0  # requests in the queue, never to be served
     blocks: int = 0  # in the pool; 0: as many as are needed
+    held_up: bool = False  # one more waits at the head, with the same start and an end that the pool cannot hold
 
     def request(self, number: int) -> dict[str, Any]:
         "The request of this number, for both sides."
         rng = random.Random(number)
-        own = [rng.randrange(1000) for _ in range(rng.randint(*self.prompt))]
+        length = BLOCK * self.blocks if self.held_up and number == self.running else rng.randint(*self.prompt)
+        own = [rng.randrange(1000) for _ in range(length)]
         name = f"r{number}"
         return {"id": name, "prompt_token_ids": SHARED[: self.shared] + own, "max_tokens": rng.randint(*self.answer)}
 
@@ -61,7 +64,8 @@ class Load:
         needed = 2 + (self.running + 1) * (2 + longest // BLOCK)
         config = {
             "block_size": BLOCK, "num_gpu_blocks": self.blocks or needed, "max_num_batched_tokens": 8192,
-            "max_num_seqs": self.running, "max_model_len": max(2 * longest, 2048), "scheduler_reserve_full_isl": False,
+            "max_num_seqs": self.running + self.held_up, "scheduler_reserve_full_isl": self.held_up,
+            "max_model_len": max(2 * longest, 2048) + BLOCK * self.blocks * self.held_up,
         }  # fmt: skip
         return {"config": config, "requests": []}
 
@@ -75,6 +79,7 @@ class Side:
     run_model: Callable[[Any], Any]  # the fake model, which keeps two books:
     key: dict[str, str]
     known: dict[str, int]
+    more: Iterator[dict[str, Any]]  # the requests that come
     times: list[float] = field(default_factory=list)
     added: list[float] = field(default_factory=list)
 
@@ -84,6 +89,15 @@ class Side:
         start = time.thread_time()
         self.scheduler.add_request(self.make_request(spec))
         self.added.append(time.thread_time() - start)
+
+    def run(self, steps: int) -> list[tuple[dict[str, int], list[str]]]:
+        "Steps, with a new request for each that ends. Returns what each step scheduled and who ended."
+        done = []
+        for _ in range(steps):
+            done.append(self.step())
+            for spec in itertools.islice(self.more, len(done[-1][1])):
+                self.add(spec)
+        return done
 
     def step(self) -> tuple[dict[str, int], list[str]]:
         "One step. Returns what it scheduled and who ended."
@@ -110,8 +124,16 @@ def both(load: Load) -> list[Side]:
             theirs.run_model,
             theirs.key,
             theirs.produced,
+            map(load.request, itertools.count()),
         ),
-        Side(ours.scheduler, lambda spec: make_request(ours, spec), ours.model, ours.key, ours.known),
+        Side(
+            ours.scheduler,
+            lambda spec: make_request(ours, spec),
+            ours.model,
+            ours.key,
+            ours.known,
+            map(load.request, itertools.count()),
+        ),
     ]
 
 
@@ -121,37 +143,30 @@ def make_request(trace: schedule_trace.ScheduleTrace, spec: dict[str, Any]) -> s
     return schedule_trace.Request(spec["id"], spec["prompt_token_ids"], params, block_hasher=trace.hasher)
 
 
-def together(sides: list[Side], more: Iterator[dict[str, Any]]) -> int:
-    "One step of both, and a new request for each that ended. Returns how many requests were scheduled."
-    done = [side.step() for side in sides]
+def together(sides: list[Side], steps: int) -> int:
+    "Some steps of one side, then of the other. Returns how many requests the last step scheduled."
+    done = [side.run(steps) for side in sides]
     assert done[0] == done[1], "the two sides decide differently"
-    scheduled, ended = done[0]
-    for spec in itertools.islice(more, len(ended)):
-        for side in sides:
-            side.add(spec)
-    return len(scheduled)
+    return len(done[0][-1][0])
 
 
 def measure(load: Load, steps: int) -> dict[str, float]:
     "Median microseconds of a step on both sides, and of adding a request."
-    sides = both(load)
-    more = map(load.request, itertools.count())
-    for spec in itertools.islice(more, load.running + load.waiting):
-        for side in sides:
+    theirs, ours = sides = both(load)
+    for side in sides:
+        for spec in itertools.islice(side.more, load.running + load.waiting + load.held_up):
             side.add(spec)
-    while together(sides, more) < load.running:  # until all seats are taken
+    while together(sides, 1) < load.running:  # until all seats are taken
         pass
-    for _ in range(10):
-        together(sides, more)
+    together(sides, TURN)
     for side in sides:
         side.times, side.added = [], []
     gc.collect()
     gc.disable()
-    for _ in range(steps):
-        sides.reverse()  # who goes first finds the caches colder
-        together(sides, more)
+    for _ in range(-(-steps // TURN)):
+        sides.reverse()
+        together(sides, TURN)
     gc.enable()
-    theirs, ours = sides if steps % 2 == 0 else sides[::-1]
     result = {"vllm_us": micro(theirs.times), "ours_us": micro(ours.times)}
     result["ratio"] = round(result["ours_us"] / result["vllm_us"], 3)
     result |= {"vllm_mean_us": micro(theirs.times, mean=True), "ours_mean_us": micro(ours.times, mean=True)}
@@ -175,6 +190,10 @@ GROWTH: dict[str, tuple[Callable[[int], Load], tuple[int, ...]]] = {
     "waiting requests": (lambda x: Load(64, (64, 384), (16, 144), waiting=x), (1, 100, 1000, 10000)),
     "tokens of context": (lambda x: Load(64, (x, x), (400, 400)), (128, 1024, 8192)),
     "tokens of context, one request": (lambda x: Load(1, (x, x), (400, 400)), (128, 1024, 8192, 32768)),
+    "tokens of shared context": (lambda x: Load(64, (1, 16), (400, 400), shared=x), (128, 1024, 8192)),
+    "cached tokens of a held-up head": (
+        lambda x: Load(64, (1, 16), (400, 400), shared=x, blocks=x // BLOCK + 64 * 28 + 2, held_up=True), (128, 1024, 8192)
+    ),
 }
 
 

@@ -73,6 +73,10 @@ KINDS = {
     "too large": Kind(pool=(0.3, 0.9), prompt=(0.2, 0.98), over=0.2, no_gate=0.5, abort=0.3, abort_after=(0, 60)),
     "crowd": Kind(requests=(25, 60), seats=(6, 32), budget=(32, 64, 128, 256), longest=(64, 128), pool=(1.5, 6.0),
                   prompt=(0.02, 0.5), answer=(0.02, 0.4), pause=(0, 0, 0, 0, 1, 3)),
+    "edges": Kind(block_size=(1, 2, 16), longest=(4, 6, 9, 16), pool=(1.0, 1.6), budget=(1, 2, 3, 5, 16), seats=(1, 2),
+                  threshold=(0, 1, 2, 3), whole_prompts=0.5, no_gate=0.5, priority=0.5, requests=(2, 9), over=0.4,
+                  prompt=(0.01, 1.0), exact=0.5, same_tokens=0.5, abort=0.5, abort_after=(0, 8), vocab=(3, 6), eos=0.8,
+                  stop_ids=0.5, min_tokens=0.5, salt=0.3, skip_reading=0.2, own_arrival_time=0.6),
     "anything": Kind(whole_prompts=0.3, no_gate=0.5, pool=(0.5, 2.0), over=0.15, abort=0.3, salt=0.25, skip_reading=0.2,
                      requests=(2, 16), exact=0.4, vocab=(10, 50, 1000), budget=(2, 5, 9, 17, 33, 64)),
 }  # fmt: skip

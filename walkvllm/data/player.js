@@ -7,6 +7,7 @@ const STYLE = `
 * { box-sizing: border-box }
 .player {
   --paper: var(--color-background-primary, var(--jp-layout-color0, var(--vscode-editor-background, Canvas)));
+  --ink: var(--color-foreground-primary, var(--jp-ui-font-color1, var(--vscode-editor-foreground, CanvasText)));
   --line: color-mix(in srgb, currentColor 24%, transparent);
   --wash: color-mix(in srgb, currentColor 5%, transparent);
   --mute: color-mix(in srgb, currentColor 74%, transparent);
@@ -86,12 +87,12 @@ h4 { font: 600 12px/1.4 system-ui, sans-serif; margin: 0 0 5px; display: flex; g
 .tiny small { display: none }
 .out { margin-top: 6px; min-height: 22px }
 .out .pill { animation: pop .3s }
-.pool { display: grid; grid-template-columns: repeat(auto-fill, minmax(27px, 1fr)); gap: 3px }
+.pool { display: grid; grid-template-columns: repeat(auto-fill, minmax(23px, 1fr)); gap: 3px }
 .b { position: relative; height: 26px; border: 1px solid var(--line); border-radius: 4px; overflow: hidden;
   font: 11px/25px system-ui, sans-serif; text-align: center; color: var(--mute) }
 .b.held { color: #fff; border-color: transparent }
 .b.kept { background: repeating-linear-gradient(135deg, var(--line) 0 1.5px, transparent 1.5px 7px) }
-.b.new { animation: pop .35s; outline: 2px solid; outline-offset: 1px; outline-color: var(--ink, currentColor) }
+.b.new { animation: pop .35s; outline: 2px solid var(--ink); outline-offset: 1px }
 .b.back { border: 2px dashed currentColor; line-height: 23px }
 .many { grid-template-columns: repeat(auto-fill, 10px); gap: 2px }
 .many .b { height: 12px; font-size: 0 }
@@ -105,7 +106,7 @@ h4 { font: 600 12px/1.4 system-ui, sans-serif; margin: 0 0 5px; display: flex; g
 .text q { quotes: none; color: var(--mute) }
 .text s { text-decoration: none; opacity: .5 }
 mark { background: color-mix(in srgb, var(--c) 35%, transparent); color: inherit; border-radius: 2px }
-.table { display: flex; flex-wrap: wrap; gap: 3px; align-content: flex-start }
+.table { min-height: 26px; display: flex; flex-wrap: wrap; gap: 3px; align-content: flex-start }
 .table .b { width: 28px; color: inherit; border-color: var(--c);
   background: linear-gradient(0deg, color-mix(in srgb, var(--c) 50%, transparent) var(--f), transparent var(--f)) }
 .big .row { grid-template-columns: repeat(auto-fill, minmax(50px, 1fr)) }
@@ -194,7 +195,7 @@ function apply(state, changes) {
 
 const stateAt = (run, i) => run.frames.slice(0, i + 1).reduce((state, frame) => apply(state, frame.d), {});
 
-// ---- panels: each draws one part of a state `s` as HTML ----
+// ---- panels: each draws one part of a state `s` as HTML, and of the frame that led there ----
 
 const of = (run, r, style = '') => `data-r="${r}" style="--c:${run.requests[r].colour};${style}"`;
 const name = (run, r) => run.requests[r].name;
@@ -227,14 +228,14 @@ function row(run, s) {
       first + k}→${slot < 0 ? '–' : slot}</small></div>`;
   }));
   else tokens = planned.flatMap(([r, n]) => Array(n).fill(`<div class="tok ghost" ${of(run, r)}> <small> </small></div>`));
-  return `<div class="row${tiny}">${tokens.join('') || muted('no step yet')}</div>`;
+  return `<div class="row${tiny}">${tokens.join('') || muted('no step yet')}</div>${run.only ? '' : sampled(run, s)}`;
 }
 
 function sampled(run, s) {
   const drawn = (s.sampled || []).map(([r, id, word]) =>
     pill(run, r, word || id, tip(`${name(run, r)}: token ${id}, "${word}"`)) + muted(`${id}&ensp;`));
   const none = muted(s.sampled ? 'nothing: no prompt is complete' : 'not yet');
-  return `<div class="out">${drawn.join('') || none}</div>`;
+  return `<div class="out">${run.only ? '' : muted('sampled&ensp;')}${drawn.join('') || none}</div>`;
 }
 
 function pool(run, s) {
@@ -285,13 +286,13 @@ function text(run, s, r) { // prompt that is computed, computed in this step, an
 
 const requests = (run, s) => run.requests.map((q, r) => `<div class="req" ${of(run, r)}>
   <div class="who">${pill(run, r)}${muted(esc(status(run, s, r)))}</div>
-  <div class="keep"><div class="text">${text(run, s, r)}</div><div class="text size" aria-hidden="true">${shown(q.words.join(''))}</div></div>
+  <div class="keep"><div class="text">${text(run, s, r)}</div><div class="text size" aria-hidden="true">${shown(q.words.slice(0, q.far).join(''))}</div></div>
   ${table(run, s, r)}</div>`).join('');
 
-function messages(run, s) {
-  if (!s.message) return muted('nothing crosses at this moment');
-  const { down, what, bytes } = s.message;
-  return `<b>${down ? 'caller → core' : 'core → caller'}</b>&ensp;${what}${bytes ? `, ${count(bytes, 'byte')}` : ''}`;
+function prompt(run, s, frame) {
+  return frame.w.map(r => `<div class="row">${run.requests[r].words.slice(0, run.requests[r].prompt).map((word, k) =>
+    `<div class="tok" ${of(run, r)} ${tip(`${name(run, r)}: position ${k}, "${word}", id ${run.requests[r].ids[k]}`)}>${
+      shown(word.trim() || word)}<small>${run.requests[r].ids[k]}</small></div>`).join('')}</div>`).join('');
 }
 
 const settings = run => `<div class="list">${Object.entries(run.engine).map(([key, value]) =>
@@ -305,10 +306,10 @@ const PANELS = { // name -> title, drawing, what stands at the right of the titl
   pool: ['Pool of KV blocks', pool, (s, run) => `${s.free ?? run.engine.num_blocks - 1} of ${run.engine.num_blocks - 1} free`, () => 0],
   tables: ['Block tables', tables, () => 'filled as far as written', s => Object.keys(s).reduce((n, k) => n + (k.startsWith('held.') ? s[k].length : 0), 0)],
   requests: ['Requests', requests, () => 'prompt, answer, block table', () => 0],
-  messages: ['Between the processes', messages, () => '', () => 0],
+  prompt: ['The prompt', prompt, () => 'token and its id', (s, frame, run) => Math.max(...frame.w.map(r => run.requests[r].prompt))],
   settings: ['Settings', settings, () => '', () => 0],
 };
-const WIDE = ['requests', 'messages', 'settings', 'sampled'];
+
 
 // ---- the route: the caller's side above, the engine core below ----
 
@@ -342,25 +343,28 @@ const longest = (items, size) => items.reduce((a, b) => (size(b) > size(a) ? b :
 function view(run, hrefs) {
   const el = document.createElement('div'), place = {}, largest = {}, state = {};
   const kept = key => `<div class="keep"><div data-p="${key}"></div><div class="size" aria-hidden="true"></div></div>`;
-  const wide = key => (run.only || WIDE.includes(key) ? ' wide' : '');
   el.className = run.only ? 'big' : '';
   el.innerHTML = `${run.title ? `<div class="title">${esc(run.title)}</div>` : ''}<div data-p="route"></div><div class="said">${kept('said')}</div>
-    <div data-p="steer"></div><div class="panels">${run.panels.map(key => `<div class="panel${wide(key)}" tabindex="0" role="group" aria-label="${PANELS[key][0]}">
+    <div data-p="steer"></div><div class="panels">${run.panels.map(key => `<div class="panel${run.only || key === 'requests' ? ' wide' : ''}" tabindex="0" role="group" aria-label="${PANELS[key][0]}">
     <h4>${PANELS[key][0]}<span class="mute" data-p="${key} right"></span></h4>${kept(key)}</div>`).join('')}</div>`;
   for (const e of el.querySelectorAll('[data-p]')) place[e.dataset.p] = e;
   // each place is as large as its largest drawing, so that nothing jumps while the run plays
   place.said.nextSibling.innerHTML = said(longest(run.frames, frame => aloud(frame).length + 90 * frame.say.length));
   for (const frame of run.frames) {
     apply(state, frame.d);
-    for (const key of run.panels) if (!(largest[key]?.size >= PANELS[key][3](state))) largest[key] = { size: PANELS[key][3](state), state: { ...state } };
+    for (const key of run.panels) {
+      const size = PANELS[key][3](state, frame, run);
+      if (!(largest[key]?.size >= size)) largest[key] = { size, frame, state: { ...state } };
+    }
   }
-  for (const key of run.panels) place[key].nextSibling.innerHTML = PANELS[key][1](run, largest[key].state);
+  run.requests.forEach((q, r) => { q.far = q.prompt + (state[`made.${r}`] || 0); });
+  for (const key of run.panels) place[key].nextSibling.innerHTML = PANELS[key][1](run, largest[key].state, largest[key].frame);
   el.draw = i => {
     const s = stateAt(run, i), frame = run.frames[i];
-    if (!run.only) place.route.innerHTML = route(run, s, frame, hrefs);
+    if (run.route) place.route.innerHTML = route(run, s, frame, hrefs);
     place.said.innerHTML = said(frame);
     for (const key of run.panels) {
-      place[key].innerHTML = PANELS[key][1](run, s);
+      place[key].innerHTML = PANELS[key][1](run, s, frame);
       place[`${key} right`].textContent = PANELS[key][2](s, run);
     }
   };
@@ -381,7 +385,7 @@ function shape(run, moments, k) { // a column for each step, as high as the toke
     return `<g>${spent.map(([r, n, decode]) => {
       const height = 32 * n / run.engine.max_num_batched_tokens;
       return `<rect data-r="${r}" x="${from + gap / 2}" y="${y -= height}" width="${to - from - gap}" height="${height}"
-        fill="${run.requests[r].colour}" fill-opacity="${decode ? .55 : 1}"/>`;
+        fill="${run.requests[r].colour}" fill-opacity="${decode ? .7 : 1}"/>`;
     }).join('')}<title>step ${step}: ${spent.map(([r, n, decode]) => `${esc(name(run, r))} ${n} ${kind(decode)}`).join(', ')}</title></g>`;
   });
   if (!bars.length) return '';

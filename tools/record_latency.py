@@ -1,0 +1,81 @@
+"""Records the runs that page 17 shows: python tools/record_latency.py. Takes some seconds on a machine with nothing else to do.
+
+Two look alike to the user, an engine at work and a caller who is slow; each of the others has one disease. Of every
+event only what page 17b reads is kept.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from cells import ROOT
+
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
+
+import diseases  # noqa: E402
+from diseases import CHILD, IN_PROCESS, Ask, Case, Ward, many  # noqa: E402
+from msgspec.structs import replace as changed  # noqa: E402
+
+from walkvllm.latency import BUDGET, HEAD, STALL, THRASH, diagnose  # noqa: E402
+from walkvllm.metrics import lives_of, steps_of  # noqa: E402
+from walkvllm.trace import Run  # noqa: E402
+
+DATA = ROOT / "walkvllm" / "data"
+READ = {  # the facts of each stop that page 17b reads
+    "recording began": (), "input processed": ("tokens", "n"), "message sent": (), "added": (), "sampled": ("token_ids",),
+    "scheduled": ("tokens", "decode", "computed_before", "budget", "left", "why", "waiting", "num_waiting", "preempted",
+                  "free_blocks", "kv_usage"),
+    "updated": ("finished",), "outputs decoded": (), "text out": (), "taken": (), "aborted": ("requests",),
+    "recording ended": (),
+}  # fmt: skip
+CASES = {
+    "budget": replace(diseases.CASES[BUDGET], asks=many(12, (10, 14), (8, 10))),
+    "blocks": Case({"num_gpu_blocks_override": 41, "max_model_len": 128}, many(12, (90, 97), (6, 8))),
+    "thrash": replace(diseases.CASES[THRASH], asks=lambda rng: [Ask(6, 60)] * 2 + [Ask(5, 24) for _ in range(10)],
+                      engine={"num_gpu_blocks_override": 18, "max_model_len": 128}),
+    "head": replace(diseases.CASES[HEAD], asks=lambda rng: [Ask(200, 40), Ask(300, 2), *[Ask(9, 4)] * 10]),
+    "stall": diseases.CASES[STALL],
+}  # fmt: skip
+
+
+def slim(run: Run) -> Run:
+    """The run without what page 17b does not read."""
+    events = []
+    for event in run.events:
+        if event.stop in READ:
+            facts: dict[str, Any] = {name: event.facts[name] for name in READ[event.stop]}
+            if event.stop == "scheduled":
+                facts |= {"waiting": facts["waiting"][:1], "preempted": dict.fromkeys(facts["preempted"], [])}
+            times = {"began": round(event.began, 5), "ended": round(event.ended, 5)}
+            events.append(changed(event, facts=facts, **times))
+    return Run(run.engine, events, run.dropped, run.problem)
+
+
+def seconds(run: Run) -> float:
+    """From a request's arrival to the end of its answer, on average."""
+    return fmean(life.end - life.arrived for life in lives_of(run).values())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ward, runs = Ward(), dict[str, Run]()
+    runs["first"] = ward.produce_case(Case({}, many(24, (20, 28), (28, 28))), CHILD)
+    take = seconds(runs["first"]) / len(steps_of(runs["first"]))
+    runs["second"] = ward.produce_case(Case({}, many(6, (20, 28), (28, 28)), take=take), CHILD)
+    for name, case in CASES.items():
+        runs[name] = ward.produce_case(case, IN_PROCESS)
+    ward.close()
+    for name, run in runs.items():
+        small = slim(run)
+        small.save(path := DATA / f"latency_{name}.jsonl")
+        print(f"{name:8} {diagnose(small).verdict:32} {seconds(small) * 1e3:6.0f} ms {path.stat().st_size:8} bytes")
+
+
+if __name__ == "__main__":
+    main()
