@@ -25,7 +25,10 @@ help:
 	@echo "make oracle     our scheduler's decisions beside those of the real vLLM 0.22.0   (N=200 SEED=...)"
 	@echo "make bench-schedule  what a step of the scheduler costs, beside vLLM 0.22.0"
 	@echo "make bench-boundary  what the process boundary costs, and a recorded run: the data of pages 04b, 05 and 16c"
+	@echo "make bench-trace     what a step costs with nobody listening, and with a recording: the data of page 16e"
 	@echo "make fault-table     200 times something goes wrong between two processes: the data of page 04d"
+	@echo "make compile-report  compile all kernels for GPUs that are not here: the data of page 11a"
+	@echo "make gpu        measure kernels and engine on the GPU of this machine   (TINY=1 anywhere, RECORD=1 for page 11a)"
 	@echo "make clean      remove .venv and what was built"
 
 walk: setup-run
@@ -53,19 +56,34 @@ site-run: setup-site
 	@$(PY) tools/website.py
 
 test-site: site
-	@$(PY) -m pytest --flags site tests/test_site.py
+	@$(PY) -m pytest --flags site tests/test_site.py tests/test_player.py
 
 text build check: setup-test
 	@$(PY) tools/pages.py $@ $(PAGES)
 
-.PHONY: bench-boundary fault-table
+.PHONY: bench-boundary bench-trace fault-table
 bench-boundary: setup-test
 	@$(PY) tools/bench_boundary.py
 	@$(PY) tools/pages.py run 04b 05 16c
 
+bench-trace: setup-test
+	@$(PY) tools/bench_trace.py
+	@$(PY) tools/pages.py run 16e
+
 fault-table: setup-test
 	@WALKVLLM_FAULT_TABLE=walkvllm/data/faults.json $(PY) -m pytest --flags long tests/test_process.py -k many_times
 	@$(PY) tools/pages.py run 04d
+
+.PHONY: compile-report gpu
+compile-report: setup-test
+	@$(PY) tools/compile_kernels.py write
+	@$(PY) tools/pages.py run kernels/11a
+
+# On a GPU with the machine's own Python, which has the PyTorch that fits the GPU.
+TINY ?=
+RECORD ?=
+gpu: $(if $(TINY),setup-test)
+	@$(if $(TINY),$(PY),$(PYTHON)) tools/gpu_bench.py $(if $(TINY),--tiny) $(if $(RECORD),--record)
 
 setup-run setup-test setup-real setup-lab setup-site:
 	@if [ -z "$(PYTHON)" ]; then echo "There is no python3 on PATH. walkvllm needs Python 3.11 or newer."; exit 1; fi

@@ -1,2 +1,3 @@
-# tests/collector.py makes each code cell of nbs/ a test; pyproject.toml puts tests/ on the path.
-pytest_plugins = ["collector"]
+# tests/collector.py makes each code cell of nbs/ a test, tests/replayed.py replays what they record;
+# pyproject.toml puts tests/ on the path.
+pytest_plugins = ["collector", "replayed"]

@@ -32,7 +32,7 @@ logger = logging.getLogger("walkvllm")
 __all__ = ['logger', 'VECTORS', 'LINEAR', 'LINEAR_LOOP', 'GLUE', 'WRITE', 'READ', 'READ_LOOP', 'SOURCE', 'FLAGS',
            'SUFFIX', 'SIGNATURES', 'LETTERS', 'for_both_types', 'compiler', 'cpu_features', 'build_key', 'is_private',
            'private_directory', 'build', 'load', 'library', 'at', 'functions', 'add_rms_norm', 'silu_and_mul', 'packed',
-           'PackedLinear', 'rope_and_write', 'in_rows', 'read_paged']
+           'PackedLinear', 'halves', 'rope_and_write', 'in_rows', 'read_paged']
 
 # %% ../nbs/kernels/11c_cpu.ipynb #7a821c6c
 VECTORS = r"""
@@ -47,7 +47,7 @@ enum { LANES = 8, VECTORS = 2, ROWS = 6 };
 enum { LANES = 4, VECTORS = 4, ROWS = 4 };
 #endif
 enum { PANEL = LANES * VECTORS, DEPTH = 128, BAND = 8 * ROWS, AHEAD = 32 };  // of the matrix product
-enum { RUN = 32 };  // keys that attention takes at a time
+enum { RUN = 32, GROUP = 4 };  // keys, and query heads of one KV head, that attention takes at a time
 #define INLINE static inline __attribute__((always_inline))
 #define PARALLEL(work) threads = (work) < 50000 ? 1 : threads; _Pragma("omp parallel for num_threads(threads)")
 typedef float f32;
@@ -160,23 +160,26 @@ void silu_and_mul(float *restrict y, const float *restrict x, long tokens, long 
 WRITE = r"""
 // qkv [tokens, heads + 2 kv_heads, dim], q and k normed (unless norm is NULL) and turned in place; k and v stored.
 // slots [tokens], -1: not stored; angles [tokens, 2, dim / 2]: cos, sin; norm [heads + kv_heads, dim]
-void rope_and_write_REAL(float *qkv, REAL *k_cache, REAL *v_cache, const int64_t *slots, const float *angles,
-                         const float *norm, long tokens, long heads, long kv_heads, long dim, float eps, long threads) {
+// returns 1 if a slot is outside of the pool
+int rope_and_write_REAL(float *qkv, REAL *k_cache, REAL *v_cache, const int64_t *slots, const float *angles,
+                        const float *norm, long tokens, long heads, long kv_heads, long dim, long pool, float eps,
+                        long threads) {
   long half = dim / 2, width = kv_heads * dim;
+  for (long t = 0; t < tokens; t++) if (slots[t] >= pool) return 1;
   PARALLEL(tokens * (heads + kv_heads) * dim * 8)
   for (long t = 0; t < tokens; t++) {
     float *row = qkv + t * (heads * dim + 2 * width);
     const float *c = angles + t * dim, *s = c + half;
     for (long h = 0; h < heads + kv_heads; h++) {
-      float *restrict x = row + h * dim, *restrict y = x + half, sum = 0;
+      float *x = row + h * dim, sum = 0;
       if (norm) {
         for (long i = 0; i < dim; i++) sum += x[i] * x[i];
         float factor = 1 / sqrtf(sum / dim + eps);
         for (long i = 0; i < dim; i++) x[i] *= factor * norm[h * dim + i];
       }
       for (long i = 0; i < half; i++) {
-        float a = x[i], b = y[i];
-        x[i] = a * c[i] - b * s[i], y[i] = b * c[i] + a * s[i];
+        float a = x[i], b = x[i + half];
+        x[i] = a * c[i] - b * s[i], x[i + half] = b * c[i] + a * s[i];
       }
     }
     if (slots[t] < 0) continue;
@@ -184,6 +187,7 @@ void rope_and_write_REAL(float *qkv, REAL *k_cache, REAL *v_cache, const int64_t
     for (long i = 0; i < width; i++) k[i] = round_REAL(row[heads * dim + i]);
     for (long i = 0; i < width; i++) v[i] = round_REAL(row[heads * dim + width + i]);
   }
+  return 0;
 }
 """
 
@@ -195,25 +199,50 @@ INLINE vec some_REAL(const REAL *p, long n) {  // n numbers, zeros behind them
   memcpy(part, p, sizeof(REAL) * n);
   return load_REAL(part);
 }
-INLINE void attend_REAL(const float *q, const REAL *k, const REAL *v, long stride, int keys, long dim, float scale,
-                        float *top, float *sum, float *out) {
-  float p[RUN], highest = *top, weight = 0;
+INLINE void attend_REAL(const float *q, const REAL *k, const REAL *v, long stride, int keys, int group, long dim,
+                        float scale, float *top, float *sum, float *out) {
+  float p[GROUP][RUN], fade[GROUP];
   for (int j = 0; j < keys; j++) {
-    vec s = {0};
-    for (long i = 0; i < dim; i += LANES) s += some_f32(q + i, dim - i) * some_REAL(k + j * stride + i, dim - i);
-    p[j] = 0;
-    for (int i = 0; i < LANES; i++) p[j] += s[i] * scale;
+    vec s[GROUP] = {0};
+    for (long i = 0; i < dim; i += LANES) {
+      vec part = some_REAL(k + j * stride + i, dim - i);
+      for (int g = 0; g < group; g++) s[g] += part * some_f32(q + g * dim + i, dim - i);
+    }
+    for (int g = 0; g < group; g++) {
+      p[g][j] = 0;
+      for (int i = 0; i < LANES; i++) p[g][j] += s[g][i] * scale;
+    }
   }
-  for (int j = 0; j < keys; j++) highest = p[j] > highest ? p[j] : highest;
-  for (int j = 0; j < keys; j++) weight += p[j] = fast_exp(p[j] - highest);
-  float fade = *top == -INFINITY ? 0 : fast_exp(*top - highest);  // of what was summed up under a lower maximum
+  for (int g = 0; g < group; g++) {
+    float highest = top[g], weight = 0;
+    for (int j = 0; j < keys; j++) highest = p[g][j] > highest ? p[g][j] : highest;
+    for (int j = 0; j < keys; j++) weight += p[g][j] = fast_exp(p[g][j] - highest);
+    fade[g] = top[g] == -INFINITY ? 0 : fast_exp(top[g] - highest);  // of what was added under a lower maximum
+    top[g] = highest, sum[g] = sum[g] * fade[g] + weight;
+  }
   for (long i = 0; i < dim; i += LANES) {
-    vec o = fade * some_f32(out + i, dim - i);
-    for (int j = 0; j < keys; j++) o += p[j] * some_REAL(v + j * stride + i, dim - i);
-    memcpy(out + i, &o, sizeof(float) * (dim - i < LANES ? dim - i : LANES));
+    vec o[GROUP];
+    for (int g = 0; g < group; g++) o[g] = fade[g] * some_f32(out + g * dim + i, dim - i);
+    for (int j = 0; j < keys; j++) {
+      vec part = some_REAL(v + j * stride + i, dim - i);
+      for (int g = 0; g < group; g++) o[g] += p[g][j] * part;
+    }
+    for (int g = 0; g < group; g++) memcpy(out + g * dim + i, o + g, 4 * (dim - i < LANES ? dim - i : LANES));
   }
-  *top = highest, *sum = *sum * fade + weight;
 }
+#define CASE(n, d) attend_REAL(q + g * dim, k, v, stride, keys, n, d, scale, top + g, sum + g, out + g * dim)
+#define CASES(n) if (dim == 64) CASE(n, 64); else if (dim == 128) CASE(n, 128); else CASE(n, dim)
+static void heads_REAL(const float *q, const REAL *k, const REAL *v, long stride, int keys, long group, long dim,
+                       float scale, float *top, float *sum, float *out) {
+  for (long g = 0; g < group; g += GROUP) switch (group - g) {  // constants, so that sums stay in registers
+    case 1: CASES(1); break;
+    case 2: CASES(2); break;
+    case 3: CASES(3); break;
+    default: CASES(GROUP);
+  }
+}
+#undef CASE
+#undef CASES
 """
 
 # %% ../nbs/kernels/11c_cpu.ipynb #e1d7e567
@@ -238,10 +267,10 @@ int attention_REAL(float *out, const float *q, long q_stride, const REAL *k_cach
       long block = table[r * table_stride + first / block_size];
       long here = keys - first < block_size ? keys - first : block_size;
       if (block < 0 || block >= blocks) { bad = 1; break; }
-      for (long h = h0; h < h1; h++) for (long j = 0; j < here; j += RUN) for (long g = h * group; g < (h + 1) * group; g++) {
-        long at = ((block * block_size + j) * kv_heads + h) * dim, n = here - j < RUN ? here - j : RUN;
-        attend_REAL(q + t * q_stride + g * dim, k_cache + at, v_cache + at, kv_heads * dim, n, dim, scale,
-                    top + g, sum + g, o + g * dim);
+      for (long h = h0; h < h1; h++) for (long j = 0; j < here; j += RUN) {
+        long at = ((block * block_size + j) * kv_heads + h) * dim, n = here - j < RUN ? here - j : RUN, g = h * group;
+        heads_REAL(q + t * q_stride + g * dim, k_cache + at, v_cache + at, kv_heads * dim, n, group, dim, scale,
+                   top + g, sum + g, o + g * dim);
       }
     }
     for (long h = h0 * group; h < h1 * group; h++) for (long i = 0; i < dim; i++) o[h * dim + i] /= sum[h];
@@ -335,7 +364,7 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 SIGNATURES = {  # p: a pointer, l: an integer, f: a float; the threads come last
     "add_rms_norm": "pppp ll f l", "silu_and_mul": "pp ll l",
     **{f"linear_{s}": "pppp lll l" for s in SUFFIX.values()},
-    **{f"rope_and_write_{s}": "pppppp llll f l" for s in SUFFIX.values()},
+    **{f"rope_and_write_{s}": "pppppp lllll f l" for s in SUFFIX.values()},
     **{f"attention_{s}": "pp l pp p l pp lllllll f l" for s in SUFFIX.values()},
 }
 LETTERS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
@@ -347,7 +376,7 @@ def load(path: Path) -> ctypes.CDLL:
     for name, letters in SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes = [LETTERS[c] for c in letters.replace(" ", "")]
-        function.restype = ctypes.c_int if name.startswith("attention") else None
+        function.restype = ctypes.c_int if name.startswith(("rope", "attention")) else None
     return found
 
 
@@ -365,8 +394,8 @@ def library() -> ctypes.CDLL | None:
 # %% ../nbs/kernels/11c_cpu.ipynb #deb0bad1
 def at(x: Tensor, dtype: torch.dtype = torch.float32) -> int:
     """The address of a tensor's first number. TypeError unless its numbers are of `dtype` and lie in one row."""
-    if x.dtype != dtype or not x.is_contiguous() or x.device.type != "cpu":
-        raise TypeError(f"the CPU kernels take contiguous {dtype}, not {x.dtype} with strides {x.stride()} on {x.device}")
+    if x.dtype != dtype or not x.is_contiguous():
+        raise TypeError(f"the CPU kernels take contiguous {dtype}, not {x.dtype} with strides {x.stride()}")
     return x.data_ptr()
 
 
@@ -412,17 +441,24 @@ class PackedLinear:
         self.bias = None
         if bias is not None:
             self.bias = F.pad(bias.float(), (0, self.weight.shape[0] * self.weight.shape[2] - len(bias)))
+        self.addresses = self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr()
         self.function = getattr(functions(), f"linear_{SUFFIX[self.weight.dtype]}")
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Writes into `out` if there is one."""
         tokens = x.numel() // self.in_features
         out = x.new_empty(tokens, self.out_features) if out is None else out
-        self.function(at(out), at(x), self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
-                      tokens, self.out_features, self.in_features, torch.get_num_threads())
+        self.function(at(out), at(x), *self.addresses, tokens, self.out_features, self.in_features,
+                      torch.get_num_threads())  # fmt: skip
         return out
 
 # %% ../nbs/kernels/11c_cpu.ipynb #c1a850ea
+def halves(kv_cache: Tensor) -> tuple[int, int]:
+    """The addresses of K and of V in a layer's pool."""
+    start = at(kv_cache, kv_cache.dtype)
+    return start, start + kv_cache.nbytes // 2
+
+
 def rope_and_write(qkv: Tensor, kv_cache: Tensor, slots: Tensor, angles: Tensor, norm: Tensor | None,
                    eps: float) -> None:
     """Norms (by norm [H + KVH, D]) and turns q and k in place, and stores K and V. IndexError for a slot outside.
@@ -430,13 +466,12 @@ def rope_and_write(qkv: Tensor, kv_cache: Tensor, slots: Tensor, angles: Tensor,
     qkv: [T, H + 2 KVH, D] float32; slots: [T] int64, -1 for padding; angles: [T, 2, D / 2] float32.
     """
     _, blocks, block_size, kv_heads, dim = kv_cache.shape
-    if len(slots) and int(slots.max()) >= blocks * block_size:
+    tokens, heads, _ = qkv.shape
+    bad = getattr(functions(), f"rope_and_write_{SUFFIX[kv_cache.dtype]}")(
+        at(qkv), *halves(kv_cache), at(slots, torch.int64), at(angles), None if norm is None else at(norm), tokens,
+        heads - 2 * kv_heads, kv_heads, dim, blocks * block_size, eps, torch.get_num_threads())  # fmt: skip
+    if bad:
         raise IndexError(f"slot {int(slots.max())} is outside of a pool of {blocks * block_size} slots")
-    heads, suffix = qkv.shape[1] - 2 * kv_heads, SUFFIX[kv_cache.dtype]
-    k, v = (at(x, kv_cache.dtype) for x in kv_cache)
-    getattr(functions(), f"rope_and_write_{suffix}")(
-        at(qkv), k, v, at(slots, torch.int64), at(angles), None if norm is None else at(norm), len(slots), heads,
-        kv_heads, dim, eps, torch.get_num_threads())  # fmt: skip
 
 
 def in_rows(x: Tensor) -> bool:
@@ -453,10 +488,9 @@ def read_paged(out: Tensor, query: Tensor, kv_cache: Tensor, block_table: Tensor
     _, blocks, block_size, kv_heads, dim = kv_cache.shape
     if query.dtype != torch.float32 or not in_rows(query) or block_table.stride(1) != 1:
         raise TypeError("one token's queries must lie in a row, in float32")
-    k, v = (at(x, kv_cache.dtype) for x in kv_cache)
     bad = getattr(functions(), f"attention_{SUFFIX[kv_cache.dtype]}")(
-        at(out), query.data_ptr(), query.stride(0), k, v, block_table.data_ptr(), block_table.stride(0),
-        at(seq_lens, torch.int32), at(query_start_loc, torch.int32), len(seq_lens), query.shape[1], kv_heads, dim,
+        at(out), query.data_ptr(), query.stride(0), *halves(kv_cache), block_table.data_ptr(), block_table.stride(0),
+        at(seq_lens, torch.int32), at(query_start_loc, torch.int32), seq_lens.shape[0], query.shape[1], kv_heads, dim,
         block_size, blocks, most_queries, scale, torch.get_num_threads())  # fmt: skip
     if bad:
         raise IndexError(f"a block id is outside of the pool of {blocks} blocks")

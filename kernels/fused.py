@@ -130,8 +130,10 @@ def rope_and_write_kernel(
     b = tl.load(row_ptr + at + HALF, mask=ok, other=0.0).to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
-        a = (a * inverse).to(dtype).to(tl.float32) * tl.load(norm_weight_ptr + at, mask=ok, other=0.0).to(tl.float32)
-        b = (b * inverse).to(dtype).to(tl.float32) * tl.load(norm_weight_ptr + at + HALF, mask=ok, other=0.0).to(tl.float32)
+        weight_a = tl.load(norm_weight_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        weight_b = tl.load(norm_weight_ptr + at + HALF, mask=ok, other=0.0).to(tl.float32)
+        a = (a * inverse).to(dtype).to(tl.float32) * weight_a
+        b = (b * inverse).to(dtype).to(tl.float32) * weight_b
     angle = position.to(tl.int64) * (2 * HALF) + i
     cos = tl.load(rope_table_ptr + angle, mask=i < HALF, other=0.0).to(tl.float32)
     sin = tl.load(rope_table_ptr + angle + HALF, mask=i < HALF, other=0.0).to(tl.float32)

@@ -5,7 +5,6 @@
 # %% ../nbs/kernels/13e_top_k_top_p.ipynb #4c19c36b
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from walkvllm.kernels import tl, triton
@@ -21,7 +20,7 @@ def top_k_top_p_naive(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
         if top_k is not None:
             row[row < row.sort(descending=True).values[int(top_k[r]) - 1]] = float("-inf")
         if top_p is not None:
-            order = row.sort(descending=True, stable=True).indices.flip(0)  # least likely first; of equal ones, high ids
+            order = row.sort(descending=True, stable=True).indices.flip(0)  # least likely first
             mass = row.double().softmax(-1)[order].cumsum(-1)
             out = mass <= 1 - top_p[r].double()
             out[-1] = False

@@ -21,9 +21,10 @@ from typing import Any
 
 from walkvllm import LLM, EngineArgs, SamplingParams
 from walkvllm.async_llm import AsyncLLM
+from walkvllm.events import Run
 from walkvllm.latency import BLOCKS, BUDGET, COMPUTE, CONSUME, HEAD, IDLE, SEQS, STALL, SUBMIT, THRASH
 from walkvllm.sampling_params import RequestOutputKind
-from walkvllm.trace import Run, record
+from walkvllm.trace import record
 
 IN_PROCESS, CHILD, ASYNC = "in-process", "child", "AsyncLLM"
 MODES = (IN_PROCESS, CHILD, ASYNC)
@@ -63,13 +64,13 @@ def many(number: int, tokens: tuple[int, int], answer: tuple[int, int]) -> Asks:
 
 def talk_and_read(rng: random.Random) -> list[Ask]:
     """Some that decode, and long prompts that come in between."""
-    talkers = [Ask(rng.randint(6, 12), 26) for _ in range(4)]
-    return talkers + [Ask(rng.randint(420, 500), 1, after=4 + 3 * i) for i in range(6)]
+    talkers = [Ask(rng.randint(6, 12), 22) for _ in range(4)]
+    return talkers + [Ask(rng.randint(360, 440), 1, after=4 + 3 * i) for i in range(5)]
 
 
 def large_and_small(rng: random.Random) -> list[Ask]:
     """One that holds most of the pool, a large one that does not fit beside it, and small ones behind."""
-    return [Ask(200, 60), Ask(300, 2), *(Ask(rng.randint(6, 14), 4) for _ in range(12))]
+    return [Ask(200, 45), Ask(300, 2), *(Ask(rng.randint(6, 14), 4) for _ in range(10))]
 
 
 def outgrow(rng: random.Random) -> list[Ask]:
@@ -83,13 +84,13 @@ def seldom(rng: random.Random) -> list[Ask]:
 
 CASES: dict[str, Case] = {
     COMPUTE: Case({}, many(12, (20, 60), (16, 28))),
-    BUDGET: Case({"max_num_batched_tokens": 4}, many(18, (10, 14), (10, 14))),
-    SEQS: Case({"max_num_seqs": 2}, many(18, (8, 16), (9, 12))),
+    BUDGET: Case({"max_num_batched_tokens": 4}, many(12, (10, 14), (8, 10))),
+    SEQS: Case({"max_num_seqs": 2}, many(14, (100, 140), (2, 3))),
     BLOCKS: Case({"num_gpu_blocks_override": 29, "max_model_len": 128}, many(12, (97, 103), (1, 1))),
     THRASH: Case({"num_gpu_blocks_override": 18, "max_model_len": 128}, outgrow),
     HEAD: Case({"num_gpu_blocks_override": 49, "max_model_len": 376}, large_and_small),
     STALL: Case({}, talk_and_read),
-    CONSUME: Case({}, many(4, (10, 20), (9, 12)), take=0.045),
+    CONSUME: Case({}, many(4, (10, 20), (8, 10)), take=0.045),
     SUBMIT: Case({}, many(7, (10, 20), (2, 3)), read=0.065),
     IDLE: Case({}, seldom),
 }  # fmt: skip
@@ -182,7 +183,7 @@ def call(llm: LLM, case: Case, rng: random.Random, rest: Callable[[], None]) -> 
     engine, todo, messages = llm.llm_engine, list(enumerate(case.asks(rng))), 0
     with reader(case.take) as hand:
         while todo or engine.has_unfinished_requests():
-            while todo and todo[0][1].after <= messages:
+            while todo and (todo[0][1].after <= messages or not engine.has_unfinished_requests()):
                 if todo[0][1].pause and engine.has_unfinished_requests():
                     break
                 number, ask = todo.pop(0)
@@ -196,13 +197,14 @@ def call(llm: LLM, case: Case, rng: random.Random, rest: Callable[[], None]) -> 
 
 async def call_async(llm: AsyncLLM, case: Case, rng: random.Random, rest: Callable[[], None]) -> None:
     """A task for each request; what a task does with an output keeps the event loop from everybody else."""
-    messages, asks = [0], case.asks(rng)
+    tokens, asks = [0], case.asks(rng)  # tokens: of the first request; several may come together
 
     async def one(number: int, ask: Ask) -> None:
-        while messages[0] < ask.after:
+        while tokens[0] < min(ask.after, asks[0].answer):
             await asyncio.sleep(0.001)
-        async for _ in llm.generate(prompt(ask, rng, case), params(ask), f"r{number}"):
-            messages[0] += number == 0
+        async for output in llm.generate(prompt(ask, rng, case), params(ask), f"r{number}"):
+            if number == 0:
+                tokens[0] += len(output.outputs[0].token_ids)
             if case.take:
                 time.sleep(case.take)
             rest()

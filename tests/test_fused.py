@@ -5,12 +5,13 @@ from __future__ import annotations
 import mmap
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from test_kernels import TOLERANCE, device_of, needs_triton, sanitizer  # noqa: F401  (sanitizer: for every test here)
 from torch import Tensor
 
-from test_kernels import TOLERANCE, device_of, needs_triton, sanitizer  # noqa: F401  (sanitizer: for every test here)
 from walkvllm import attention, sampler
 from walkvllm.kernels import fused, paged_write, top_k_top_p
 
@@ -148,7 +149,7 @@ def test_slot_mapping(first: int) -> None:
 
 # ---- top-k and top-p ----
 
-def kept(row: list[float], k: int | None, p: float | None) -> tuple[list[int], list[int]]:
+def kept(row: list[float], k: Any, p: Any) -> tuple[list[int], list[int]]:
     """The ids that must stay, and those at the edge of top-p, which a sum in float32 may decide either way."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     if k is not None:
@@ -199,7 +200,7 @@ def test_top_k_top_p(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for run, where in RULES:
             got = run(*(None if t is None else t.to(where, copy=True) for t in (logits, k, p)))
             for r in range(rows):
-                stay, edge = kept(logits[r].tolist(), None if k is None else int(k[r]), None if p is None else float(p[r]))
+                stay, edge = kept(logits[r].tolist(), *(None if t is None else t[r].item() for t in (k, p)))
                 left = {i for i, x in enumerate(got[r].tolist()) if x > float("-inf")}
                 real = {i for i in stay if logits[r, i] > float("-inf")}
                 assert real - set(edge) <= left <= real | set(edge), (run.__name__, seed, r)
@@ -216,7 +217,7 @@ class SmallTiles:
         return min(self.tile, 1 << (n - 1).bit_length())
 
 
-# ---- 64 bits: the first program thinks that it is one far behind 2**31 elements; the memory is promised, not taken ----
+# ---- 64 bits: the first program thinks that it is far behind 2**31 elements; the memory is promised, not taken ----
 
 def promised(elements: int, dtype: torch.dtype) -> Tensor:
     """Zeros, of which only the touched pages become real memory."""
@@ -299,7 +300,7 @@ def far_write(row: int, width: int, launch: Callable[[int], None]) -> None:
     slots, pool = promised(row + 1, torch.int64), torch.zeros(2, 4, width).half()
     slots[row] = 2
     launch(row)
-    paged_write.reshape_and_cache_kernel[(1,)](key, value, pool[0], pool[1], slots, width, width, WIDTH=width, TILE=width)
+    paged_write.reshape_and_cache_kernel[(1,)](key, value, *pool, slots, width, width, WIDTH=width, TILE=width)
     assert torch.equal(pool[0, 2], key[row]) and torch.equal(pool[1, 2], value[row])
 
 

@@ -277,7 +277,7 @@ TestSchedulerWalk = SchedulerWalk.TestCase
 
 
 def test_the_walks_came_across_everything() -> None:
-    "What the walks above are meant to try has happened in them, and often."
+    "What the walks above are meant to try has happened in them; in a short run one situation may be missing."
     if not SEEN or EXAMPLES < 200:
         pytest.skip("no walk was made, or few")
     situations = [
@@ -285,5 +285,5 @@ def test_the_walks_came_across_everything() -> None:
         "token budget", "token budget (chunked prefill is off)", "max_num_seqs", "preemption", "aborted RUNNING",
         "aborted WAITING", "aborted PREEMPTED", "ended by length", f"ended by {EOS}", f"ended by {STOP}",
     ]  # fmt: skip
-    print({s: SEEN[s] for s in situations})
-    assert not [s for s in situations if SEEN[s] < 1]
+    rare = [s for s in situations if not SEEN[s]]
+    assert len(rare) <= (1 if EXAMPLES < 1000 else 0), {s: SEEN[s] for s in situations}

@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,7 +126,7 @@ def test_priority_aborts_and_late_comers(fresh: tuple[bool, bool], policy: str, 
         EngineArgs(**settings, scheduling_policy=policy, async_scheduling=pipelined), multiprocess=child
     )
     rng, last = random.Random(3), dict[str, RequestOutput]()
-    before = engine.add_request("before", TELL, greedy(max_tokens=30))
+    before = engine.add_request("before", TELL, greedy(max_tokens=30, ignore_eos=True))
     for _ in range(3):
         engine.step()
     with record(engine) as run:
@@ -142,7 +141,7 @@ def test_priority_aborts_and_late_comers(fresh: tuple[bool, bool], policy: str, 
         while engine.has_unfinished_requests():
             for output in engine.step():
                 last[output.request_id] = output
-    agree(run, [output for output in last.values() if output.finished])
+    agree(run, [output for output in last.values() if output.finished and output.request_id != before])
     assert any(event.stop == "aborted" for event in run.events) and before in last
     engine.shutdown()
 
@@ -209,8 +208,8 @@ ACTION = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(pipelined=st.booleans(), policy=st.sampled_from(["fcfs", "priority"]), actions=st.lists(ACTION, max_size=25))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(pipelined=st.booleans(), policy=st.sampled_from(["fcfs", "priority"]), actions=st.lists(ACTION, max_size=15))
 def test_any_workload_replays(
     engines: dict[tuple[bool, str], LLMEngine], pipelined: bool, policy: str, actions: list[tuple[str, int, int, int]]
 ) -> None:
@@ -418,7 +417,7 @@ def test_many_callers_and_slow_ones() -> None:
         engine, texts = AsyncLLM.from_engine_args(EngineArgs(**SMALL)), dict[str, str]()
 
         async def one(i: int) -> None:
-            params = greedy(max_tokens=20, output_kind=RequestOutputKind.DELTA)
+            params = greedy(max_tokens=20, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
             async for output in engine.generate(PROMPTS[i % 5], params, f"r{i}"):
                 texts[f"r{i}"] = texts.get(f"r{i}", "") + output.outputs[0].text
                 if i == 3:
@@ -549,7 +548,6 @@ def test_nothing_is_left_behind(crowded: Run) -> None:
         with record(llm):
             llm.generate("a", greedy(), use_tqdm=False)
         assert core.listener is None and "free" not in vars(core.scheduler.kv_cache_manager)
-        assert threading.active_count() >= 1
         outputs = llm.llm_engine.engine_core.get_output()
         assert outputs.stamp is None
 

@@ -1,28 +1,30 @@
 """Measures what the listening costs and stores it for page 16e: walkvllm/data/trace_cost.json.
 
-The same decode steps three ways, in turns: the engine as it is with nobody listening; a copy of it from which the hooks
-are cut out (every `if (listen := ...) is not None:` and what hangs on it); and with a recording on. Each way is a process
-of its own, and says the median time of a step. Run it on a quiet machine: make bench-trace
+The same decode steps by three engines in one process, in turns: the engine as it is with nobody listening; a copy of
+the package from which the hooks are cut out (every `if (listen := ...) is not None:` and what hangs on it); and the
+engine with a recording on. Each step of the one stands beside a step of the others, and what is compared is the CPU
+time of the thread, so that a busy machine disturbs all of them alike. make bench-trace
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import os
+import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ["OMP_NUM_THREADS"] = "1"
 HOOKED = ("engine_core", "core_client", "engine_core_proc", "mp_client", "llm", "async_llm")
 WAYS = ("without hooks", "nobody listens", "recorded")
@@ -42,87 +44,92 @@ class Cut(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def cut_hooks(package: Path) -> int:
-    """Cuts the hooks out of the modules of a copy of the package. Returns how many there were."""
-    count = 0
-    for name in HOOKED:
-        path, cut = package / f"{name}.py", Cut()
-        tree = ast.fix_missing_locations(cut.visit(ast.parse(path.read_text(encoding="utf-8"))))
-        path.write_text(ast.unparse(tree), encoding="utf-8")
-        count += cut.count
-        assert cut.count, f"{name} has no hooks"
+def copy_without_hooks(parent: Path) -> int:
+    """Puts a package `barevllm` without hooks into a directory. Returns how many hooks were cut."""
+    package, count = parent / "barevllm", 0
+    shutil.copytree(ROOT / "walkvllm", package)
+    shutil.copytree(ROOT / "kernels", parent / "kernels")
+    for path in [*package.glob("*.py"), *(parent / "kernels").glob("*.py")]:
+        text = re.sub(r"\bwalkvllm\b", "barevllm", path.read_text(encoding="utf-8"))
+        if path.stem in HOOKED and path.parent == package:
+            cut = Cut()
+            text = ast.unparse(ast.fix_missing_locations(cut.visit(ast.parse(text))))
+            assert cut.count, f"{path.stem} has no hooks"
+            count += cut.count
+        path.write_text(text, encoding="utf-8")
     return count
 
 
-def measure(way: str, requests: int, steps: int) -> None:
-    """In a process of its own: prints the median of a decode step, in microseconds."""
-    import torch
-
-    from walkvllm import LLM, SamplingParams
-    torch.set_num_threads(1)
-    llm = LLM(dtype="float32", multiprocess=False, max_model_len=steps + 16, max_num_seqs=requests,
-              num_gpu_blocks_override=requests * (steps // 16 + 2) + 1, enable_prefix_caching=False)  # fmt: skip
-    engine, taken = llm.llm_engine, list[float]()
+def engine_with(package: str, requests: int, steps: int) -> Any:
+    """An engine of this package with requests that all have a step behind them."""
+    module: Any = importlib.import_module(package)
+    engine = module.LLM(dtype="float32", multiprocess=False, max_model_len=steps + 24, max_num_seqs=requests,
+                        max_num_batched_tokens=max(2048, requests * 8), enable_prefix_caching=False,
+                        num_gpu_blocks_override=requests * (steps // 16 + 3) + 1).llm_engine  # fmt: skip
+    params = module.SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True)
     for i in range(requests):
-        params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
         engine.add_request(str(i), {"prompt_token_ids": [100 + (i + j) % 900 for j in range(8)]}, params)
-    recording = None
-    if way == "recorded":
-        from walkvllm.trace import record
-
-        recording = record(llm)
-        recording.__enter__()
-    for _ in range(steps):
-        began = time.perf_counter()
-        engine.step()
-        taken.append(time.perf_counter() - began)
-    if recording is not None:
-        recording.__exit__(None, None, None)
-        assert not recording.run.dropped and not recording.run.problem, recording.run
-    print(statistics.median(taken[steps // 10 : -steps // 10]) * 1e6)
+    engine.step()
+    return engine
 
 
-def run(way: str, requests: int, steps: int, bare: Path) -> float:
-    """One measurement in a fresh process."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--measure", way, str(requests), str(steps)]
-    where = bare if way == "without hooks" else ROOT
-    env = os.environ | {"PYTHONPATH": str(where)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=where)
-    return float(done.stdout.split()[-1])
+def measure(requests: int, steps: int) -> dict[str, list[float]]:
+    """The CPU time of each step, in microseconds, by way."""
+    from walkvllm.trace import record
+
+    engines = {way: engine_with("barevllm" if way == "without hooks" else "walkvllm", requests, steps) for way in WAYS}
+    taken: dict[str, list[float]] = {way: [] for way in WAYS}
+    with record(engines["recorded"], limit=2**30) as run:
+        for n in range(steps):
+            for way in WAYS[n % 3 :] + WAYS[: n % 3]:  # each begins as often as the others
+                began = time.thread_time()
+                engines[way].step()
+                taken[way].append((time.thread_time() - began) * 1e6)
+    assert not run.dropped and not run.problem and sum(e.stop == "scheduled" for e in run.events) == steps
+    return {way: times[5:] for way, times in taken.items()}
+
+
+def row(requests: int, steps: int, rounds: int) -> dict[str, Any]:
+    """What is stored for one number of running requests."""
+    all_rounds = [measure(requests, steps) for _ in range(rounds)]
+    medians = [{way: statistics.median(times) for way, times in each.items()} for each in all_rounds]
+    whole = {way: statistics.median([t for each in all_rounds for t in each[way]]) for way in WAYS}
+    result: dict[str, Any] = {"requests": requests} | {f"{way}, µs": round(whole[way], 1) for way in WAYS}
+    for way in WAYS[1:]:
+        ratios = sorted(m[way] / m[WAYS[0]] for m in medians)
+        result |= {f"{way}: ratio": round(whole[way] / whole[WAYS[0]], 4), f"{way}: from": round(ratios[0], 4)}
+        result |= {f"{way}: to": round(ratios[-1], 4)}
+    return result
+
+
+def nanoseconds_of_a_test() -> float:
+    """What one `if (listen := core.listener) is not None` takes where it is None."""
+    class Core:
+        listener = None
+
+    core, number = Core(), 1_000_000
+    with_test = "if (listen := core.listener) is not None:\n    listen()"
+    return min(timeit.repeat(with_test, globals={"core": core}, number=number, repeat=7)) / number * 1e9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--measure", nargs=3, metavar=("WAY", "REQUESTS", "STEPS"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    if args.measure:
-        measure(args.measure[0], int(args.measure[1]), int(args.measure[2]))
-        return
-    from bench_boundary import machine
-
-    rows = []
     with tempfile.TemporaryDirectory() as name:
-        bare = Path(name)
-        shutil.copytree(ROOT / "walkvllm", bare / "walkvllm")
-        shutil.copytree(ROOT / "kernels", bare / "kernels")
-        hooks = cut_hooks(bare / "walkvllm")
+        hooks = copy_without_hooks(Path(name))
+        sys.path[:0] = [str(ROOT), str(ROOT / "tools"), name]
+        import torch
+        from bench_boundary import machine
+
+        torch.set_num_threads(1)
+        rows = []
         for requests in REQUESTS:
-            rounds = []
-            for n in range(args.rounds):  # each round begins with another way
-                order = WAYS[n % 3 :] + WAYS[: n % 3]
-                rounds.append({way: run(way, requests, args.steps, bare) for way in order})
-            best = {way: min(r[way] for r in rounds) for way in WAYS}
-            ratios = {way: [r[way] / r["without hooks"] for r in rounds] for way in WAYS[1:]}
-            rows.append({
-                "requests": requests, **{f"{way}, µs": round(best[way], 1) for way in WAYS},
-                **{f"{way}: ratio": round(best[way] / best["without hooks"], 4) for way in ratios},
-                **{f"{way}: ratios": [round(r, 4) for r in sorted(each)] for way, each in ratios.items()},
-            })  # fmt: skip
+            rows.append(row(requests, args.steps, args.rounds))
             print(rows[-1], flush=True)
     content = {"machine": machine(), "date": date.today().isoformat(), "hooks": hooks, "rounds": args.rounds,
-               "steps": args.steps, "rows": rows}  # fmt: skip
+               "steps": args.steps, "one test, ns": round(nanoseconds_of_a_test(), 1), "rows": rows}  # fmt: skip
     path = ROOT / "walkvllm" / "data" / "trace_cost.json"
     path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path.relative_to(ROOT)}")

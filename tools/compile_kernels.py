@@ -2,12 +2,12 @@
 
   compile_kernels.py          compile everything, write walkvllm/data/kernels.json
   compile_kernels.py check    compile everything again, and compare it with the file
-  compile_kernels.py quick    the same with a few of them
+  compile_kernels.py quick    the same with a few of them, for two GPUs
   compile_kernels.py stale    compile nothing: does the file belong to these sources and this list of launches?
 
-Triton's wheel brings NVIDIA's assembler and disassembler and LLVM's code for AMD. So all that the hardware is not needed
-for can be looked at on any machine: registers, spills, the stack, shared memory, which matrix instructions were
-chosen, and whether memory is read 16 bytes at a time.
+Triton's wheel brings NVIDIA's assembler and disassembler, and LLVM for AMD. So what the compiler makes of a kernel can
+be looked at on any machine: registers, spills, the stack, shared memory, which matrix instructions were chosen, and
+whether memory is read 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch
+from walkvllm.kernels.top_k_top_p import top_k_top_p_kernel
 
-from walkvllm.kernels import fused, paged_attention, paged_write, top_k_top_p, triton
+from walkvllm.kernels import fused, paged_attention, paged_write, triton
 
 DATA = ROOT / "walkvllm/data/kernels.json"
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32),
@@ -81,7 +82,7 @@ def attention(dtype: str, head_dim: int, step: str, kv_heads: int = 8, group: in
     """The attention kernel as `pick_config` would have it, and the reduction where it splits."""
     cfg = paged_attention.pick_config(*STEPS[step], kv_heads, head_dim, getattr(torch, dtype), "cuda")
     pointer, names = f"*{DTYPES[dtype]}", paged_attention.paged_attention_kernel.arg_names
-    types = {n: "i32" for n in names} | {n: pointer for n in names if n.endswith("_ptr")}
+    types = dict.fromkeys(names, "i32") | {n: pointer for n in names if n.endswith("_ptr")}
     types |= {n: "*fp32" for n in names if n.startswith("part_")} | {"scale": "fp32"}
     types |= dict.fromkeys(("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr"), "*i32")
     block_m = max(cfg.block_m, triton.next_power_of_2(group))
@@ -92,14 +93,15 @@ def attention(dtype: str, head_dim: int, step: str, kv_heads: int = 8, group: in
     extra = "".join(f", {n} {v}" for n, v, usual in (
         ("group", group, 2), ("block size", block_size, 16), ("window", window, 0), ("cap", soft_cap, 0)) if v != usual)
     case = f"{dtype}, head size {head_dim}, {step}{extra}"
-    quick = step != "decodes" and not extra and (dtype, head_dim) in (("bfloat16", 128), ("bfloat16", 256))
+    quick = not extra and (dtype, head_dim, step) in (
+        ("bfloat16", 128, "prompts"), ("bfloat16", 256, "a long decode"), ("float32", 256, "prompts"))
     yield Launch(paged_attention.paged_attention_kernel, case, types, constants, frozenset({"query_stride"}),
                  {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}, quick,
                  dtype != "float32" and step == "prompts" and cfg.block_m >= 64)
     if cfg.num_splits > 1 and not extra:
         yield Launch(paged_attention.reduce_splits_kernel, f"{dtype}, head size {head_dim}, {cfg.num_splits} parts",
                      {n: "*fp32" for n in names if n.startswith("part_")} | {"out_ptr": pointer},
-                     dims | {"NUM_SPLITS": cfg.num_splits}, quick=quick)
+                     dims | {"NUM_SPLITS": cfg.num_splits})
 
 
 def simple(kernel: Any, case: str, dtype: str, constants: dict[str, Any], **types: str) -> Launch:
@@ -139,7 +141,7 @@ def other() -> Iterator[Launch]:
                      {"BLOCK_SIZE": block_size, "TILE": 256}, slot_mapping_ptr="*i64", positions_ptr="*i64",
                      query_start_loc_ptr="*i32", block_table_ptr="*i32")
     for k, p in ((True, False), (False, True), (True, True)):
-        yield replace(simple(top_k_top_p.top_k_top_p_kernel, f"151936 words{', top-k' * k}{', top-p' * p}", "float32",
+        yield replace(simple(top_k_top_p_kernel, f"151936 words{', top-k' * k}{', top-p' * p}", "float32",
                              {"HAS_K": k, "HAS_P": p, "TILE": 4096}, top_k_ptr="*i64"),
                       options={"num_warps": 8}, quick=k and p)
 
@@ -165,9 +167,8 @@ def nvidia(compiled: Any, target: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(compiled.asm["cubin"])
         f.flush()
-        usage, code = (subprocess.run([tools / tool, option, f.name], capture_output=True, text=True, env=env, check=True
-                                      ).stdout for tool, option in (("cuobjdump", "--dump-resource-usage"),
-                                                                    ("nvdisasm", "-c")))
+        commands = ([f"{tools}/cuobjdump", "--dump-resource-usage", f.name], [f"{tools}/nvdisasm", "-c", f.name])
+        usage, code = (subprocess.run(c, capture_output=True, text=True, env=env, check=True).stdout for c in commands)
     used = dict(re.findall(r"(REG|STACK):(\d+)", usage))
 
     def count(pattern: str) -> int:
@@ -246,15 +247,15 @@ def stale(data: dict[str, Any]) -> list[str]:
     return [f"{f}. Run: make compile-report" for f in found[:5]]
 
 
-def compile_all(chosen: list[Launch]) -> tuple[list[dict[str, Any]], list[str]]:
+def compile_all(chosen: list[Launch], targets: tuple[str, ...]) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows, and what is wrong with them."""
     rows, bad = [], []
     for launch in chosen:
-        for target in TARGETS:
+        for target in targets:
             row = report(launch, target)
             rows.append(row)
             bad += complaints(launch, row)
-        print(f"{launch}: " + "  ".join(f"{r['target']} {r['registers']} registers" for r in rows[-len(TARGETS):]),
+        print(f"{launch}: " + "  ".join(f"{r['target']} {r['registers']} registers" for r in rows[-len(targets):]),
               flush=True)
     return rows, bad
 
@@ -264,7 +265,7 @@ def main() -> int:
     parser.add_argument("what", nargs="?", default="write", choices=["write", "check", "quick", "stale"])
     what = parser.parse_args().what
     chosen = [la for la in launches() if la.quick] if what == "quick" else launches() if what != "stale" else []
-    rows, bad = compile_all(chosen)
+    rows, bad = compile_all(chosen, ("sm_80", "sm_90") if what == "quick" else tuple(TARGETS))
     if what == "write":
         data = {"triton": triton.__version__, "sources": hashes(), "rows": rows}
         lines = ",\n  ".join(json.dumps(r) for r in rows)

@@ -32,7 +32,7 @@ def render() -> str:
             break
         if cell["cell_type"] == "markdown":
             parts.append(_LINK.sub(_from_root, source) + "\n")
-        elif "hide" not in cells.directives(source):
+        elif not cells.directives(source).keys() & {"hide", "hide_input"}:
             parts.append(f"```python\n{source}\n```\n")
             parts += [f"```text\n{text.rstrip()}\n```\n" for text in map(_printed, cell["outputs"]) if text.strip()]
     return "\n".join(parts)

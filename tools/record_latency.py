@@ -1,4 +1,4 @@
-"""Records the runs that page 17 shows: python tools/record_latency.py. Takes some seconds on a machine with nothing else to do.
+"""Records the runs that page 17 shows: python tools/record_latency.py. Takes some seconds on a quiet machine.
 
 Two look alike to the user, an engine at work and a caller who is slow; each of the others has one disease. Of every
 event only what page 17b reads is kept.
@@ -6,7 +6,6 @@ event only what page 17b reads is kept.
 
 from __future__ import annotations
 
-import random
 import sys
 from dataclasses import replace
 from statistics import fmean
@@ -18,7 +17,7 @@ from cells import ROOT
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tests"))
 
-import diseases  # noqa: E402
+import diseases  # type: ignore[import-not-found]  # noqa: E402
 from diseases import CHILD, IN_PROCESS, Ask, Case, Ward, many  # noqa: E402
 from msgspec.structs import replace as changed  # noqa: E402
 
@@ -28,7 +27,8 @@ from walkvllm.trace import Run  # noqa: E402
 
 DATA = ROOT / "walkvllm" / "data"
 READ = {  # the facts of each stop that page 17b reads
-    "recording began": (), "input processed": ("tokens", "n"), "message sent": (), "added": (), "sampled": ("token_ids",),
+    "recording began": (), "input processed": ("tokens", "n"), "message sent": (), "added": (),
+    "sampled": ("token_ids",),
     "scheduled": ("tokens", "decode", "computed_before", "budget", "left", "why", "waiting", "num_waiting", "preempted",
                   "free_blocks", "kv_usage"),
     "updated": ("finished",), "outputs decoded": (), "text out": (), "taken": (), "aborted": ("requests",),

@@ -35,7 +35,7 @@ MODULES = {
     "run": "torch numpy safetensors tokenizers msgspec zmq jinja2 tqdm walkvllm",
     "test": "nbdev jupytext nbformat IPython pytest hypothesis transformers mypy ruff",
     "real": "gguf accelerate",
-    "lab": "jupyterlab ipykernel ipywidgets",
+    "lab": "jupyterlab ipykernel ipywidgets anywidget",
     "site": "sphinx myst_nb furo selenium",
 }
 

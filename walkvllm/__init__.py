@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from walkvllm.async_llm import AsyncLLM
     from walkvllm.config import EngineArgs
+    from walkvllm.events import Run
     from walkvllm.llm import LLM, LLMEngine
     from walkvllm.mp_client import EngineDeadError
     from walkvllm.output_processor import CompletionOutput, RequestOutput
     from walkvllm.sampling_params import RequestOutputKind, SamplingParams
+    from walkvllm.trace import record
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "LLMEngine", "RequestOutput",
-           "RequestOutputKind", "SamplingParams"]
+           "RequestOutputKind", "Run", "SamplingParams", "record"]
 
 _HOME = {
     "LLM": "llm",
@@ -31,6 +33,8 @@ _HOME = {
     "RequestOutputKind": "sampling_params",
     "RequestOutput": "output_processor",
     "CompletionOutput": "output_processor",
+    "Run": "events",
+    "record": "trace",
 }
 
 

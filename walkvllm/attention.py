@@ -238,11 +238,11 @@ class CpuBackend(TorchBackend):
         """Attention [T, H, D]; the query may be in float32 while the cache is in bfloat16."""
         if kv_cache.dtype not in SUFFIX or library() is None:
             return super().read(query, kv_cache, meta, scale)
-        whole = len(query) == meta.num_actual_tokens and meta.max_query_len <= MOST_QUERIES  # every row will be written
+        whole = query.shape[0] == meta.num_actual_tokens and meta.max_query_len <= MOST_QUERIES  # all rows are written
         out = torch.empty(query.shape) if whole else torch.zeros(query.shape)
         q = query.float()
         read_paged(out, q if in_rows(q) else q.contiguous(), kv_cache, meta.block_table, meta.seq_lens,
-                       meta.query_start_loc, scale, MOST_QUERIES)  # fmt: skip
+                   meta.query_start_loc, scale, MOST_QUERIES)
         if meta.max_query_len > MOST_QUERIES:
             for chunk in meta.read_plan(kv_cache).prefills:
                 if chunk.end - chunk.start > MOST_QUERIES:
@@ -276,7 +276,7 @@ def interpreting() -> bool:
 
 
 def get_backend(name: str) -> AttentionBackend:
-    """A new backend of that name; for "cpu" without compiled kernels, the one of "torch". ValueError for a name that is not known, or that cannot run here."""
+    """A new backend of that name; "torch" for "cpu" without compiled kernels. ValueError: not known, or cannot run."""
     if name not in BACKENDS:
         raise ValueError(f"attention_backend: {name!r} is not one of {', '.join(BACKENDS)}")
     if name == "cpu" and library() is None:

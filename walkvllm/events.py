@@ -3,12 +3,16 @@
 # %% ../nbs/16e_events.ipynb #297c911b
 from __future__ import annotations
 
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+if TYPE_CHECKING:
+    import numpy as np
+
 # %% auto #0
-__all__ = ['VERSION', 'PAGES', 'Event', 'Listener']
+__all__ = ['VERSION', 'PAGES', 'Event', 'Listener', 'Run', 'Version', 'Header', 'parse']
 
 # %% ../nbs/16e_events.ipynb #735020f9
 VERSION = 1  # of the record below and of the meaning of its facts; a reader refuses what is newer
@@ -44,3 +48,81 @@ class Listener(Protocol):
 
     def __call__(self, stop: str, *objects: Any) -> None:
         "What this thread has begun, or has done since its last event, is done. The objects tell what it was."
+
+# %% ../nbs/16e_events.ipynb #25d8d26c
+class Run:
+    "A recorded run: what the engine was set to, and everything that it did."
+
+    def __init__(
+        self, engine: dict[str, Any], events: list[Event], dropped: int = 0, problem: str = "", version: int = VERSION
+    ) -> None:
+        self.version, self.engine, self.events = version, engine, events
+        self.dropped = dropped  # events after the last one here, for which there was no room
+        self.problem = problem  # why the recording ended early, or lacks the core's side
+        self.logits: dict[str, np.ndarray] = {}  # by step, if they were asked for; not saved
+
+    def __repr__(self) -> str:
+        words = [f"{len(self.events)} events, {max((e.step for e in self.events), default=0)} steps"]
+        words += [f"{self.dropped} dropped: no room"] if self.dropped else []
+        return f"Run({', '.join([*words, self.problem] if self.problem else words)})"
+
+    def save(self, path: str | Path) -> None:
+        "Writes the run as JSON lines: a header, then an event a line."
+        header = Header(self.version, self.engine, len(self.events), self.dropped, self.problem)
+        lines = map(msgspec.json.encode, [header, *self.events])
+        Path(path).write_bytes(b"".join(line + b"\n" for line in lines))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Run:
+        "The run in a file. ValueError names the line and what is wrong with it, or a version that is too new."
+        first, *lines = Path(path).read_bytes().split(b"\n")
+        if (version := parse(path, 1, first, Version).version) != VERSION:
+            raise ValueError(f"{path}: version={version} of a recorded run; this walkvllm reads {VERSION}")
+        header: Header = parse(path, 1, first, Header)
+        if lines and not lines[-1]:
+            lines.pop()
+        if len(lines) != header.num_events:
+            raise ValueError(f"{path}: {len(lines)} events, but its first line says {header.num_events}")
+        events = [parse(path, number, line, Event) for number, line in enumerate(lines, 2)]
+        for number, event in enumerate(events, 2):
+            if PAGES.get(event.stop) != event.page:
+                raise ValueError(f"{path}, line {number}: stop={event.stop!r} is not one of version {VERSION}")
+        return cls(header.engine, events, header.dropped, header.problem)
+
+    def to_perfetto(self, path: str | Path | None = None) -> str:
+        "The run as trace-event JSON, for ui.perfetto.dev or chrome://tracing. Also written to `path`, if there is one."
+        from walkvllm.replay import trace_events
+
+        text = msgspec.json.encode(trace_events(self)).decode()
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def to_pandas(self) -> Any:
+        "The run as a pandas DataFrame, an event a row, its facts as columns. ImportError without pandas."
+        from walkvllm.replay import data_frame
+
+        return data_frame(self)
+
+
+class Version(msgspec.Struct):
+    "What is looked at first of a saved run: a newer version may have a header that we do not know."
+
+    version: int
+
+
+class Header(Version, forbid_unknown_fields=True):
+    "The first line of a saved run."
+
+    engine: dict[str, Any]
+    num_events: int
+    dropped: int
+    problem: str
+
+
+def parse(path: str | Path, number: int, line: bytes, kind: type[Any]) -> Any:
+    "A line of a saved run. ValueError says which line is wrong, and how."
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}, line {number}: {error}") from None

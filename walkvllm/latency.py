@@ -5,7 +5,8 @@
 # %% ../nbs/17c_diagnose.ipynb #b11b565c
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING
 from .metrics import Life, Step, bounds_of, lives_of, request_metrics, steps_of
 
 if TYPE_CHECKING:
-    from walkvllm.trace import Run
+    from walkvllm.events import Run
 
 # %% auto #0
 __all__ = ['COMPUTE', 'BUDGET', 'SEQS', 'BLOCKS', 'THRASH', 'HEAD', 'STALL', 'CONSUME', 'SUBMIT', 'IDLE', 'NOT_SURE',
-           'DISEASES', 'ADMISSION', 'Part', 'IDLE_FROM', 'CLEAR_FROM', 'NOTHING_BELOW', 'MARGIN', 'SAY', 'Disease',
+           'DISEASES', 'ADMISSION', 'Part', 'IDLE_FROM', 'HEALTHY_FROM', 'CLEAR_FROM', 'MARGIN', 'SAY', 'Disease',
            'Span', 'saved_by_budget', 'plain_step', 'Blame', 'caller_parts', 'in_core', 'spans_of', 'shares_of',
            'Diagnosis', 'judge', 'View', 'diagnose']
 
@@ -56,7 +57,7 @@ DISEASES = {
     BLOCKS: Disease(
         "admission stops for lack of blocks; nobody in the queue would fit",
         "the KV pool is the limit, not the device's speed",
-        "more blocks (gpu_memory_utilization, num_gpu_blocks_override), shorter max_model_len or answers, another replica",
+        "more blocks (gpu_memory_utilization, num_gpu_blocks_override), shorter answers, another replica",
     ),
     THRASH: Disease(
         "preemptions; tokens are computed a second time",
@@ -180,7 +181,7 @@ def caller_parts(began: float, ended: float, lives: dict[str, Life]) -> Iterator
     yield now, ended, CONSUME
 
 
-def in_core(run: Run, steps: Sequence[Step], lives: dict[str, Life]) -> Iterator[tuple[Step | None, float, float]]:
+def in_core(run: Run, steps: Sequence[Step]) -> Iterator[tuple[Step | None, float, float]]:
     "(step, from, to): each step until the core could begin the next. None: the core waits for its caller."
     start, end = bounds_of(run)
     texts = {e.step: e.ended for e in run.events if e.stop == "text out"}
@@ -196,17 +197,18 @@ def spans_of(run: Run) -> list[Span]:
     "The lives of all requests, cut into spans."
     steps, lives = steps_of(run), lives_of(run)
     spans, blame = list[Span](), Blame(run, steps)
-    for step, began, ended in in_core(run, steps, lives):
+    for step, began, ended in in_core(run, steps):
         if step is not None:
             blame.follow(step)
         for life in lives.values():
             a, b = max(began, life.queued), min(ended, life.left_core)
             if life.queued and b > a:
-                parts = caller_parts(a, b, lives) if step is None else [(a, b, "")]
-                spans += [
-                    Span(life.request, a, b, {cause: 1.0} if step is None else blame.of(step, life))
-                    for a, b, cause in parts
-                ]
+                if step is not None:
+                    spans.append(Span(life.request, a, b, blame.of(step, life)))
+                else:
+                    alone = [(a, b, COMPUTE)]  # a core in its own process waits for nobody
+                    parts = alone if run.engine["multiprocess"] else caller_parts(a, b, lives)
+                    spans += [Span(life.request, a, b, {cause: 1.0}) for a, b, cause in parts]
     for life in lives.values():
         spans.append(Span(life.request, life.arrived, life.sent, {SUBMIT: 1.0}))
         if life.queued > life.sent:  # a core in its own process is in a step, and takes messages in between
@@ -238,8 +240,8 @@ def shares_of(spans: Sequence[Span], start: float, end: float) -> dict[str, floa
 
 # %% ../nbs/17c_diagnose.ipynb #4eeea925
 IDLE_FROM = 0.5  # idle: half of the time nobody was there
-CLEAR_FROM = 0.3  # a disease: this share of the time in which somebody was there
-NOTHING_BELOW = 0.15  # below this it is not a disease
+HEALTHY_FROM = 0.8  # engine compute-bound: this share of the time in which somebody was there
+CLEAR_FROM = 0.3  # a disease: this share of it
 MARGIN = 1.5  # and it is this many times larger than the next one
 
 # %% ../nbs/17c_diagnose.ipynb #883b2786
@@ -255,7 +257,8 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         head = self.verdict + (f": {' or '.join(self.between)}" if self.between else "")
-        return "\n".join([head, *(f"  - {e}" for e in self.evidence), f"  knob: {self.knob}"])
+        lines = [head, *(f"  - {e}" for e in self.evidence), f"  knob: {self.knob}"]
+        return "\n".join(textwrap.fill(line, 110, subsequent_indent="    ") for line in lines)
 
 
 def judge(shares: dict[str, float]) -> tuple[str, tuple[str, ...]]:
@@ -264,8 +267,8 @@ def judge(shares: dict[str, float]) -> tuple[str, tuple[str, ...]]:
     ranked = sorted(((v / busy, k) for k, v in shares.items() if k not in (IDLE, COMPUTE)), reverse=True)
     (first, name), (second, other) = ranked[:2]
     if idle >= IDLE_FROM:
-        return (NOT_SURE, (IDLE, name)) if first >= CLEAR_FROM else (IDLE, ())
-    if first < NOTHING_BELOW:
+        return (NOT_SURE, (IDLE, name)) if shares[name] > 1 - HEALTHY_FROM else (IDLE, ())
+    if shares[COMPUTE] / busy >= HEALTHY_FROM:
         return COMPUTE, ()
     if first < CLEAR_FROM:
         return NOT_SURE, (COMPUTE, name)
@@ -291,12 +294,17 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
+def _mean(values: Iterable[float]) -> float:
+    "The mean; 0 of nothing."
+    return fmean(found) if (found := list(values)) else 0.0
+
+
 def _of_steps(v: View, some: Sequence[Step]) -> str:
     return f"{len(some)} of {len(v.steps)} steps"
 
 
 def _say_compute(v: View) -> list[str]:
-    busy, spent = sum(s.seconds for s in v.steps) / v.seconds, fmean(1 - s.left / s.budget for s in v.steps)
+    busy, spent = sum(s.seconds for s in v.steps) / v.seconds, _mean(1 - s.left / s.budget for s in v.steps)
     stopped = v.stopped(*ADMISSION)
     return [
         f"the core was in a step for {busy:.0%} of the time",
@@ -317,21 +325,21 @@ def _say_budget(v: View) -> list[str]:
 
 def _say_seqs(v: View) -> list[str]:
     stopped = v.stopped("max_num_seqs")
-    left = fmean(s.left for s in stopped) if stopped else 0.0
+    left, free = _mean(s.left for s in stopped), _mean(s.free_blocks for s in stopped)
     return [
         f"admission stopped at max_num_seqs={v.run.engine['max_num_seqs']} in {_of_steps(v, stopped)}",
-        f"{left:.0f} of {v.steps[0].budget} tokens and {fmean(s.free_blocks for s in stopped):.0f} blocks were left then",
+        f"{left:.0f} of {v.steps[0].budget} tokens and {free:.0f} blocks were left then",
     ]
 
 
 def _say_blocks(v: View) -> list[str]:
     stopped = v.stopped("blocks", "gate")
     need = sorted(-(-life.num_prompt_tokens // v.run.engine["block_size"]) for life in v.lives.values())
+    free, used = _mean(s.free_blocks for s in stopped), _mean(s.kv_usage for s in stopped)
     return [
         f"admission stopped for lack of blocks in {_of_steps(v, stopped)}",
-        f"{fmean(s.free_blocks for s in stopped):.0f} blocks were free then, {fmean(s.kv_usage for s in stopped):.0%} were in use; "
-        f"a prompt needs {need[0]} to {need[-1]}",
-        f"{fmean(s.left for s in stopped):.0f} of {v.steps[0].budget} tokens of the budget were left",
+        f"{free:.0f} blocks were free then, {used:.0%} were in use; a prompt needs {need[0]} to {need[-1]}",
+        f"{_mean(s.left for s in stopped):.0f} of {v.steps[0].budget} tokens of the budget were left",
     ]
 
 # %% ../nbs/17c_diagnose.ipynb #e01338ed
@@ -355,10 +363,11 @@ def _say_head(v: View) -> list[str]:
     heads = {s.head for s in stopped if s.head}
     need = {r: -(-v.lives[r].num_prompt_tokens // size) for r in v.lives}
     largest = max(heads, key=lambda r: need.get(r, 0))
-    smaller = sum(n < need[largest] for r, n in need.items() if r not in heads)
+    most = need.get(largest, 0)
+    smaller = sum(n < most for r, n in need.items() if r not in heads)
     return [
         f"admission stopped at the head of the queue, for lack of blocks, in {_of_steps(v, stopped)}",
-        f"{largest} needs {need[largest]} blocks; {fmean(s.free_blocks for s in stopped):.0f} were free",
+        f"{largest} needs {most} blocks; {_mean(s.free_blocks for s in stopped):.0f} were free",
         f"{smaller} requests need fewer; up to {max(s.num_waiting for s in stopped)} were in the queue",
     ]
 
@@ -366,11 +375,12 @@ def _say_head(v: View) -> list[str]:
 def _say_stall(v: View) -> list[str]:
     plain = plain_step(v.steps)
     mixed = [s for s in v.steps if s.prefill_tokens and s.decode]
+    size, decodes = median(s.prefill_tokens for s in mixed), median(len(s.decode) for s in mixed)
     return [
         f"in {_of_steps(v, mixed)} somebody decoded beside somebody's prompt",
         f"such a step took {median(s.seconds for s in mixed) / plain:.1f} times a plain decode step "
         f"({_ms(median(s.seconds for s in mixed))} and {_ms(plain)})",
-        f"and had {median(s.prefill_tokens for s in mixed):.0f} prompt tokens, {median(len(s.decode) for s in mixed):.0f} decodes",
+        f"and had {size:.0f} prompt tokens, {decodes:.0f} decodes",
     ]
 
 
@@ -380,8 +390,9 @@ def _say_consume(v: View) -> list[str]:
     lags = [lag for m in request_metrics(v.run).values() for lag in m.output_lags]
     said = [f"the core was in a step for {busy:.0%} of the time"]
     if v.run.engine["multiprocess"]:
-        said.append(f"an output lay for {_ms(fmean(lags))} before the caller had it, the worst for {_ms(max(lags))}")
-        said.append(f"the last output of a request was taken {_ms(fmean(late))} after the core was done with it")
+        worst = max(lags, default=0.0)
+        said.append(f"an output lay for {_ms(_mean(lags))} before the caller had it, the worst for {_ms(worst)}")
+        said.append(f"the last output of a request was taken {_ms(_mean(late))} after the core was done with it")
     else:
         held = v.shares[CONSUME] * v.seconds
         said.append(f"for {_ms(held)} of {_ms(v.seconds)} requests stood in the core and the caller asked for no step")
@@ -391,10 +402,10 @@ def _say_consume(v: View) -> list[str]:
 def _say_submit(v: View) -> list[str]:
     metrics = request_metrics(v.run).values()
     first = [m.time_to_first_token for m in metrics if m.time_to_first_token]
+    read, sent = _mean(m.input_time for m in metrics), _mean(m.submit_time for m in metrics)
     return [
-        f"reading a prompt took {_ms(fmean(m.input_time for m in metrics))}, and {_ms(fmean(m.submit_time for m in metrics))} "
-        "went by from arrival to the message to the core",
-        f"the time to the first token was {_ms(fmean(first)) if first else 'never reached'}",
+        f"reading a prompt took {_ms(read)}, and {_ms(sent)} went by from arrival to the message to the core",
+        f"the time to the first token was {_ms(_mean(first)) if first else 'never reached'}",
         f"the core was in a step for {sum(s.seconds for s in v.steps) / v.seconds:.0%} of the time",
     ]
 

@@ -13,8 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from walkvllm.events import Event
-    from walkvllm.trace import Run
+    from walkvllm.events import Event, Run
 
 # %% auto #0
 __all__ = ['MEANINGS', 'Step', 'steps_of', 'Life', 'lives_of', 'RequestMetrics', 'request_metrics', 'EngineMetrics',
@@ -60,7 +59,9 @@ def steps_of(run: Run) -> list[Step]:
             steps[event.step].ended = max(steps[event.step].ended, event.ended)
     found = [steps[n] for n in sorted(steps)]
     for step, after in pairwise(found):
-        step.ended = min(step.ended, after.began)  # of two batches in flight, the second begins before the first is booked
+        step.ended = min(
+            step.ended, after.began
+        )  # of two batches in flight, the second begins before the first is booked
     return found
 
 
@@ -111,7 +112,9 @@ def lives_of(run: Run) -> dict[str, Life]:
             if name in children:
                 raise ValueError(f"run: request_id={name!r} comes twice; its times cannot be told apart")
             children[name] = [name] if facts.get("n", 1) == 1 else [f"{i}_{name}" for i in range(facts["n"])]
-            lives |= {child: Life(child, facts["tokens"], event.began, event.ended, event.ended) for child in children[name]}
+            lives |= {
+                child: Life(child, facts["tokens"], event.began, event.ended, event.ended) for child in children[name]
+            }
         elif life and event.stop in ("message encoded", "message sent"):
             life.sent = event.ended
         elif life and event.stop == "added":

@@ -11,6 +11,7 @@ import torch
 from .attention import get_backend
 from .compiled_model import CompiledLM
 from .config import VllmConfig
+from .fused_model import FusedLM
 from .input_batch import CachedRequestState, FlatBatch, InputBatch, flatten
 from .kernels.cpu import SUFFIX
 from .logprobs import ROWS_AT_ONCE, PromptLogprobs, split_logprobs
@@ -112,7 +113,8 @@ class ModelRunner:
         on_cuda = torch.cuda.is_available() and backend not in ("cpu", "torch")
         self.device = torch.device("cuda" if on_cuda else "cpu")
         self.backend = get_backend(backend)
-        model_class = CompiledLM if self.backend.name == "cpu" and dtype in SUFFIX else CausalLM
+        decoders = {"cpu": CompiledLM if dtype in SUFFIX else CausalLM, "triton": FusedLM}
+        model_class: type[CausalLM] = decoders.get(self.backend.name, CausalLM)
         self.model: CausalLM = model_class(spec, load_weights(model.model, spec, dtype, self.device))
         self.kv_caches = allocate_kv_cache(spec, cache.num_gpu_blocks, cache.block_size, dtype, self.device)
         self.sampler = Sampler(model.seed, self.device, model.logprobs_mode)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['State', 'Facts', 'Numbers', 'OF_THE_STEP', 'NO_FRAME', 'PANELS', 'PARTS', 'ARRIVALS', 'frames', 'state_at',
-           'example_run', 'Player', 'played', 'rerun', 'experiment']
+           'example_run', 'Player', 'played', 'busiest', 'rerun', 'experiment']
 
 # %% ../nbs/16d_player.ipynb #2ecd25cb
 State = dict[str, Any]  # "waiting": [0, 2], "held.0": [1, 2, 3], "computed.0": 16, "text.0": "By the", ...
@@ -94,8 +94,9 @@ _LISTS = ("request", "waiting", "running", "decode", "requests", "told")
 
 def _number(events: Sequence[Event]) -> tuple[list[str], Numbers]:
     "The core's requests, and the numbers behind each name, the core's or the caller's."
-    began = next((e.facts["unfinished"] for e in events if e.stop == "recording began"), {})
-    core = list(dict.fromkeys([*began, *(e.facts["request"] for e in events if e.stop in ("message encoded", "added"))]))
+    there: list[str] = next((list(e.facts["unfinished"]) for e in events if e.stop == "recording began"), [])
+    came = [e.facts["request"] for e in events if e.stop in ("message encoded", "added")]
+    core = list(dict.fromkeys([*there, *came]))
     number = {name: [i] for i, name in enumerate(core)}
     for name in {e.facts["request"] for e in events if e.stop == "input processed"} - set(core):
         number[name] = [i for i, one in enumerate(core) if one.partition("_")[2] == name]
@@ -118,8 +119,8 @@ def _concerned(stop: str, f: Facts) -> list[int]:
     "The requests that an event is about."
     if stop == "updated":
         return sorted({*f["token_ids"], *f["finished"], *f["released"]})
-    key = {"sampled": "token_ids", "scheduled": "tokens", "executed": "positions", "text out": "told"}.get(stop, "request")
-    return sorted(f.get(key, f.get("requests", ())))
+    keys = {"sampled": "token_ids", "scheduled": "tokens", "executed": "positions", "text out": "told"}
+    return sorted(f.get(keys.get(stop, "request" if "request" in f else "requests")) or ())
 
 # %% ../nbs/16d_player.ipynb #0697ed3d
 def _sentences(event: Event, s: State, number: Numbers, blocks: int) -> list[list[str]]:
@@ -167,7 +168,7 @@ def _fold(run: Run, number: Numbers) -> list[dict[str, Any]]:
 
 # %% ../nbs/16d_player.ipynb #cfed4eaf
 def frames(run: Run, words: Callable[[int], str] = token_text) -> dict[str, Any]:
-    "What player.js draws of a run: its engine's settings, its requests with their tokens as words, and a frame per event."
+    "What player.js draws of a run: the engine's settings, the requests with their tokens as words, a frame per event."
     core, number = _number(run.events)
     asked = {i: e.facts for e in run.events if e.stop == "input processed" for i in number[e.facts["request"]]}
     made: list[list[int]] = [[] for _ in core]
@@ -253,11 +254,11 @@ def _moments(runs: list[dict[str, Any]]) -> list[list[int]]:
     "One slider for all runs: per position a frame of each. Runs go side by side, step by step."
     places = []
     for run in runs:
-        within: dict[int, int] = {}
-        places.append([(f["s"], within.setdefault(f["s"], 0)) for f in run["frames"]])
-        for i, f in enumerate(run["frames"]):
-            places[-1][i] = (f["s"], within[f["s"]])
-            within[f["s"]] += 1
+        top, within, own = 0, 0, []
+        for step in (frame["s"] for frame in run["frames"]):  # a request that comes late is in step 0
+            top, within = max(top, step), 0 if step > top else within + 1
+            own.append((top, within))
+        places.append(own)
     every = sorted({place for run in places for place in run})
     return [[max(sum(p <= place for p in run) - 1, 0) for run in places] for place in every]
 
@@ -283,7 +284,7 @@ class Player:
             raise ValueError(f"Player: start={start} is no frame; there are {len(moments)}")
         steps = max(f["s"] for f in first["frames"])
         self.label = f"A recorded run: {len(first['requests'])} requests, {steps} steps, {len(first['frames'])} events"
-        self.data = {"runs": runs, "moments": moments, "label": self.label}
+        self.data: dict[str, Any] = {"runs": runs, "moments": moments, "label": self.label}
         self.start = start or 0
 
     def __repr__(self) -> str:
@@ -292,14 +293,14 @@ class Player:
     def _repr_html_(self) -> str:
         code, still = _script(), _still(self.data, self.start)
         data = json.dumps(self.data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-        name = f"walk-{_short(data + str(self.start))}"
+        name = f"walk-{_short(f'{data} {self.start}')}"
         return (
             f'<div class="walk-player" data-walk="{name}"><div class="still">{still}</div></div><script>(() => {{\n'
             f'const player = (window.walkvllmPlayers ??= {{}})["{_short(code)}"] ??= {code};\nconst data = {data};\n'
-            f"for (const el of document.querySelectorAll('[data-walk=\"{name}\"]:not([data-on])')) {{ el.dataset.on = '';\n"
-            f'const now = {{ data, at: {self.start}, focus: "" }};\n'
-            "player.render({ el, model: { get: k => now[k], set: (k, v) => { now[k] = v; }, save_changes() {}, on() {} } }); }\n"
-            "})()</script>"
+            f"const places = document.querySelectorAll('[data-walk=\"{name}\"]:not([data-on])');\n"
+            f'for (const el of places) {{\nel.dataset.on = "";\nconst now = {{ data, at: {self.start}, focus: "" }};\n'
+            "const set = (key, value) => { now[key] = value; };\n"
+            "player.render({ el, model: { get: key => now[key], set, save_changes() {}, on() {} } });\n}\n})()</script>"
         )
 
     def widget(self) -> Any:
@@ -308,11 +309,11 @@ class Player:
 
 # %% ../nbs/16d_player.ipynb #2bdcbf58
 @lru_cache(maxsize=1)
-def _widget_class() -> type:
+def _widget_class() -> Any:
     import anywidget
     import traitlets
 
-    class PlayerWidget(anywidget.AnyWidget):  # type: ignore[misc]
+    class PlayerWidget(anywidget.AnyWidget):
         _esm = (files("walkvllm") / "data" / "player.js").read_text(encoding="utf-8")
         data = traitlets.Dict().tag(sync=True)
         at = traitlets.Int(0).tag(sync=True)
@@ -324,38 +325,47 @@ def _widget_class() -> type:
 def _still(data: dict[str, Any], start: int) -> str:
     "What is shown where no script runs."
     run = data["runs"][0]
+    if run.get("only"):
+        return "".join(f"<div>{escape(line)}</div>" for line in _told(run["frames"])[:12])
     first = run["frames"][data["moments"][start][0]]
     said = "".join(f"<div>{escape(page)}: {escape(sentence)}</div>" for page, sentence in first["say"])
-    if run.get("only"):
-        rest = [f"step {f['s']}: {said[1]}" for f in run["frames"][:12] for said in f["say"]]
-        return "".join(f"<div>{escape(line)}</div>" for line in rest)
+    place = f"Step {first['s']}" if first["s"] else "On the way in"
     look = "display:inline-block;margin:0 8px 2px 0"
     stops = "".join(
         f'<a data-stop="{number}" href="{page}.ipynb" style="{look}">{number} {name}</a>'
         for number, (name, page) in STOPS.items()
     )
     names = [q["name"] for q in run["requests"]]
-    steps = [
-        {names[r]: n for r, n, _ in f["d"]["budget"]["spent"]}
-        for f in run["frames"]
-        if f["n"] == "scheduled" and "budget" in f["d"]
-    ]
+    budgets = [state_at(run, i)["budget"] for i, f in enumerate(run["frames"]) if f["n"] == "scheduled"]
+    steps = [{names[r]: n for r, n, _ in budget["spent"]} for budget in budgets]
     end = state_at(run, len(run["frames"]) - 1)
     ends = [{"request": n, "text": end.get(f"text.{i}", "")} for i, n in enumerate(names)]
-    budget = show_budget(steps, run["engine"]["max_num_batched_tokens"]).html
-    return f"<div>{stops}</div>{said}{budget}{show_table(ends).html}"
+    bars = show_budget(steps, run["engine"]["max_num_batched_tokens"]).html
+    return f"<div>{stops}</div><div><b>{place}: {first['n']}</b></div>{said}{bars}{show_table(ends).html}"
+
+
+def _told(frames: list[dict[str, Any]]) -> list[str]:
+    "What is said in the frames, a line each; steps of which the same is said share a line."
+    told: list[list[Any]] = []
+    for step, sentence in ((f["s"], sentence) for f in frames for _, sentence in f["say"]):
+        if told and told[-1][2] == sentence:
+            told[-1][1] = step
+        else:
+            told.append([step, step, sentence])
+    return [f"{f'step {a}' if a else 'on the way in'}{f'–{b}' if b > a else ''}: {said}" for a, b, said in told]
 
 # %% ../nbs/16d_player.ipynb #25d97410
 def played(page: str | None = None) -> Player:
     "The running example as a player: the whole walk, or the part of it that one stop shows."
     drawn = frames(example_run())
     shown = _part(drawn, page)["frames"] if page else drawn["frames"]
-    most = max(len(f["w"]) for f in shown)
-    return Player(
-        example_run(),
-        only=page,
-        start=next(i for i, f in enumerate(shown) if len(f["w"]) == most and (page or f["n"] == "executed")),
-    )
+    return Player(example_run(), only=page, start=busiest(shown, "" if page else "executed"))
+
+
+def busiest(shown: Sequence[dict[str, Any]], stop: str = "") -> int:
+    "The first frame (of a kind of stop) that concerns as many requests as any of them does."
+    most = max(len(frame["w"]) for frame in shown)
+    return next(i for i, f in enumerate(shown) if len(f["w"]) == most and stop in ("", f["n"]))
 
 # %% ../nbs/16d_player.ipynb #2228c251
 ARRIVALS = {"together": (0, 0, 0), "three steps apart": (0, 3, 6), "story last": (4, 0, 0)}
@@ -389,4 +399,7 @@ def experiment(
         long_prefill_token_threshold=threshold,
         scheduling_policy=policy,
     )
-    return Player(example_run(), beside=changed, titles=("The running example", "With your settings"))
+    titles = ("The running example", "With your settings")
+    pair = Player(example_run(), beside=changed, titles=titles).data
+    start = busiest([pair["runs"][0]["frames"][left] for left, _ in pair["moments"]], "executed")
+    return Player(example_run(), start=start, beside=changed, titles=titles)

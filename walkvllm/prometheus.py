@@ -16,7 +16,7 @@ from walkvllm.latency import (
     Diagnosis, judge,
 )  # fmt: skip
 from .latency import diagnose as diagnose_run
-from .trace import Run
+from .events import Run
 
 # %% auto #0
 __all__ = ['Labels', 'Key', 'KINDS', 'KV_FULL', 'LONG_GAP', 'Snapshot', 'parse', 'difference', 'Window', 'windows',
@@ -55,7 +55,8 @@ def parse(text: str, source: str = "metrics") -> Snapshot:
         raise ValueError(f"{source}: there is nothing in it")
     found, number = Snapshot(), 0
     try:
-        for number, line in enumerate(text.split("\n"), 1):
+        for line in text.split("\n"):
+            number += 1
             if line.startswith("#"):
                 _read_comment(found, line)
             elif line.strip():
@@ -94,7 +95,7 @@ def _read_sample(found: Snapshot, line: str) -> None:
         while not (end := re.compile(r"\s*\}").match(line, at)):
             label = _LABEL.match(line, at)
             if label is None or label[1] in labels:
-                raise ValueError(f"the labels of {name} are not name=\"value\" pairs, each once: {line[at : at + 40]!r}")
+                raise ValueError(f'the labels of {name} are not name="value" pairs, each once: {line[at : at + 40]!r}')
             labels[label[1]], at = re.sub(r"\\(.)", lambda m: {"n": "\n"}.get(m[1], m[1]), label[2]), label.end()
         at = end.end()
     value = _VALUE.match(line, at)
@@ -121,7 +122,7 @@ def _check_histograms(found: Snapshot) -> None:
         for labels, buckets in series.items():
             counts = [buckets[le] for le in sorted(buckets)]
             if counts != sorted(counts) or inf not in buckets:
-                raise ValueError(f"the buckets of {family} must not fall, and the last is le=\"+Inf\"")
+                raise ValueError(f'the buckets of {family} must not fall, and the last is le="+Inf"')
             if buckets[inf] != found.values.get((f"{family}_count", labels)):
                 raise ValueError(f"the last bucket of {family} and its _count differ")
 
@@ -136,7 +137,7 @@ def difference(before: Snapshot, after: Snapshot) -> Snapshot:
         if new is None or new < old:
             now = "is gone" if new is None else f"is {new:g} now"
             raise ValueError(
-                f"{name} was {old:g} and {now}: the snapshots are in the wrong order, of two servers, or it has restarted"
+                f"{name} was {old:g} and {now}: wrong order, two servers, or it was restarted in between"
             )
         values[name, labels] = new - old
     return Snapshot(after.kinds, values)
@@ -302,10 +303,11 @@ def _s(seconds: float) -> str:
 def evidence(w: Window, settings: Settings, shares: dict[str, float]) -> Iterator[str]:
     "The numbers, as sentences."
     p, ended = parts_of(w), w.total("vllm:e2e_request_latency_seconds_count")
+    yield f"{ended:.0f} requests ended, after {_s(p.e2e)} on average"
+    yield f"in the core: {_s(p.queue)} in the queue, {_s(p.prefill)} prefill, {_s(p.decode)} decode"
     yield (
-        f"{ended:.0f} requests ended, after {_s(p.e2e)} on average: {_s(p.queue)} in the queue, {_s(p.prefill)} prefill, "
-        f"{_s(p.decode)} decode, {_s(p.before_first_token)} and {_s(p.after_first_token)} outside of the core before and after "
-        "the first token"
+        f"outside of the core: {_s(p.before_first_token)} until the first token was in the API server's hands, "
+        f"{_s(p.after_first_token)} after that"
     )
     waiting, running = w.moment("vllm:num_requests_waiting"), w.moment("vllm:num_requests_running")
     usage = w.moment("vllm:kv_cache_usage_perc")
@@ -314,7 +316,8 @@ def evidence(w: Window, settings: Settings, shares: dict[str, float]) -> Iterato
         f"{at}: running {' and '.join(f'{x:g}' for x in running)}, waiting {' and '.join(f'{x:g}' for x in waiting)}, "
         f"KV cache {' and '.join(f'{x:.0%}' for x in usage)}"
     )
-    yield f"{w.total('vllm:num_preemptions_total'):.0f} preemptions; {w.mean('vllm:iteration_tokens_total'):.1f} tokens a step"
+    tokens = w.mean("vllm:iteration_tokens_total")
+    yield f"{w.total('vllm:num_preemptions_total'):.0f} preemptions; {tokens:.1f} tokens a step"
     if (gaps := long_gaps(w)) and gaps[0]:
         yield (
             f"half of the gaps between tokens were at most {_s(gaps[1])}; at least {gaps[0]:.0%} of the decode time "
@@ -336,7 +339,9 @@ def cannot_tell(w: Window, settings: Settings) -> list[str]:
         "how full single steps were: a prompt counts in the step that ends it, whole",
     ]
     if len(w.moments) == 1:
-        said.append("what is going on now: one snapshot is the mean since the server's start, with its first slow requests")
+        said.append(
+            "what is going on now: one snapshot is the mean since the server's start, with its first slow requests"
+        )
     if not w.buckets("vllm:inter_token_latency_seconds"):
         said.append("whether a few gaps between tokens were long: the histograms have no buckets")
     if settings.seconds is None:

@@ -36,7 +36,8 @@ def next_token(key: str, position: int, vocab_size: int) -> int:
     return int.from_bytes(digest, "big") % vocab_size
 
 # %% ../nbs/07b_same_decisions.ipynb #334ddb6d
-Positive, NotNegative = Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 

@@ -57,7 +57,7 @@ STOPS = {
     "14": ("update", "14_update"),
     "15": ("output", "15_output"),
 }
-KERNEL_PAGES = ("10", "11")  # their notebooks lie one folder deeper
+KERNEL_PAGES = ("10", "10a", "11", "11a", "11c", "13e")  # their notebooks lie one folder deeper
 
 # %% ../nbs/00_show.ipynb #f3776863
 PALETTE = ("#3b75af", "#b9640f", "#3c8543", "#8d5fa8", "#c0504d", "#2b8585", "#8a6a50", "#75756b")
@@ -90,7 +90,7 @@ def _chip(number: str, here: str, style: str = "") -> str:
     name, page = STOPS[number]
     lit = number == here[:2]
     look = f"background:{PALETTE[1]};color:#fff;font-weight:600" if lit else "color:inherit;border:1px solid #88888866"
-    up = "../" if here[:2] in KERNEL_PAGES and not here.endswith("b") else ""
+    up = "../" if here in KERNEL_PAGES else ""
     return (
         f'<a href="{up}{page}.ipynb"{" aria-current=page" if lit else ""} style="display:block;padding:3px 2px;'
         f'border-radius:5px;text-align:center;text-decoration:none;line-height:1.25;{look};{style}">'

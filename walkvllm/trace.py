@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .events import PAGES, VERSION, Event
-from .walk import Releases, add_texts, executed_facts, queue_facts, sampled_facts, scheduled_facts, updated_facts
+from .events import PAGES, Event, Run
+from walkvllm.walk import (
+    Releases,
+    add_texts,
+    executed_facts,
+    queue_facts,
+    sampled_facts,
+    scheduled_facts,
+    updated_facts,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,8 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'Told', 'LIMIT', 'Recorder', 'CoreRecorder', 'begin', 'end', 'CallerRecorder', 'visible', 'Run',
-           'Header', 'parse', 'merged', 'numbered', 'Recording', 'record', 'example_run', 'traced']
+__all__ = ['logger', 'Told', 'LIMIT', 'Recorder', 'CoreRecorder', 'begin', 'end', 'CallerRecorder', 'visible', 'merged',
+           'numbered', 'Recording', 'record', 'example_run', 'traced']
 
 # %% ../nbs/16e_events.ipynb #f015b331
 Told = tuple[int, str | None, dict[str, Any]]  # step, request, facts
@@ -135,8 +143,9 @@ class CoreRecorder(Recorder):
         return 0, request.request_id, {"request": request.request_id, "bytes": num_bytes}
 
     def added(self, ended: float, request: Request) -> Told:
-        own = {"prompt_tokens": request.num_prompt_tokens, "priority": request.priority, "arrival": request.arrival_time}
-        return 0, request.request_id, {"request": request.request_id, **own, **queue_facts(self.core.scheduler)}
+        facts = {"request": request.request_id, "prompt_tokens": request.num_prompt_tokens}
+        facts |= {"priority": request.priority, "arrival": request.arrival_time}
+        return 0, request.request_id, facts | queue_facts(self.core.scheduler)
 
     def aborted(self, ended: float, request_ids: list[str]) -> Told:
         facts = {"requests": request_ids, **self.released(), "free_blocks": self.num_free()}
@@ -277,79 +286,6 @@ def visible(state: RequestState, finished: bool) -> str:
     "The text of a request so far, without what may yet be a stop string."
     text = state.detokenizer.output_text
     return text if finished else text[: max(len(text) - state.detokenizer.held_back, 0)]
-
-# %% ../nbs/16e_events.ipynb #25d8d26c
-class Run:
-    "A recorded run: what the engine was set to, and everything that it did."
-
-    def __init__(
-        self, engine: dict[str, Any], events: list[Event], dropped: int = 0, problem: str = "", version: int = VERSION
-    ) -> None:
-        self.version, self.engine, self.events = version, engine, events
-        self.dropped = dropped  # events after the last one here, for which there was no room
-        self.problem = problem  # why the recording ended early, or lacks the core's side
-        self.logits: dict[str, np.ndarray] = {}  # by step, if they were asked for; not saved
-
-    def __repr__(self) -> str:
-        words = [f"{len(self.events)} events, {max((e.step for e in self.events), default=0)} steps"]
-        words += [f"{self.dropped} dropped: no room"] if self.dropped else []
-        return f"Run({', '.join([*words, self.problem] if self.problem else words)})"
-
-    def save(self, path: str | Path) -> None:
-        "Writes the run as JSON lines: a header, then an event a line."
-        header = Header(self.version, self.engine, len(self.events), self.dropped, self.problem)
-        lines = map(msgspec.json.encode, [header, *self.events])
-        Path(path).write_bytes(b"".join(line + b"\n" for line in lines))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Run:
-        "The run in a file. ValueError names the line and what is wrong with it, or a version that is too new."
-        first, *lines = Path(path).read_bytes().split(b"\n")
-        header: Header = parse(path, 1, first, Header)
-        if header.version != VERSION:
-            raise ValueError(f"{path}: version={header.version} of a recorded run; this walkvllm reads {VERSION}")
-        if lines and not lines[-1]:
-            lines.pop()
-        if len(lines) != header.num_events:
-            raise ValueError(f"{path}: {len(lines)} events, but its first line says {header.num_events}")
-        events = [parse(path, number, line, Event) for number, line in enumerate(lines, 2)]
-        for number, event in enumerate(events, 2):
-            if PAGES.get(event.stop) != event.page:
-                raise ValueError(f"{path}, line {number}: stop={event.stop!r} is not one of version {VERSION}")
-        return cls(header.engine, events, header.dropped, header.problem)
-
-    def to_perfetto(self, path: str | Path | None = None) -> str:
-        "The run as trace-event JSON, for ui.perfetto.dev or chrome://tracing. Also written to `path`, if there is one."
-        from walkvllm.replay import trace_events
-
-        text = msgspec.json.encode(trace_events(self)).decode()
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
-
-    def to_pandas(self) -> Any:
-        "The run as a pandas DataFrame, an event a row, its facts as columns. ImportError without pandas."
-        from walkvllm.replay import data_frame
-
-        return data_frame(self)
-
-
-class Header(msgspec.Struct, frozen=True):
-    "The first line of a saved run. A newer version may know more fields: its number is what is looked at first."
-
-    version: int
-    engine: dict[str, Any] = {}
-    num_events: int = 0
-    dropped: int = 0
-    problem: str = ""
-
-
-def parse(path: str | Path, number: int, line: bytes, kind: type[Any]) -> Any:
-    "A line of a saved run. ValueError says which line is wrong, and how."
-    try:
-        return msgspec.json.decode(line, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}, line {number}: {error}") from None
 
 # %% ../nbs/16e_events.ipynb #8da336f6
 def merged(run: Run, caller: dict[str, Any], core: dict[str, Any], zero: float, wall: float, offset: float) -> None:
@@ -493,7 +429,7 @@ def record(llm: Any, *, limit: int = LIMIT) -> Recording:
     """
     return Recording(llm, limit)
 
-
+# %% ../nbs/16e_events.ipynb #a9034e99
 def example_run() -> Run:
     "The running example from the first prompt to the last block, as it was recorded once (tools/record_example.py)."
     return Run.load(Path(str(files("walkvllm") / "data" / "example_run.jsonl")))

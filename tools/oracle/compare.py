@@ -1,7 +1,8 @@
 """Our scheduler beside vLLM 0.22.0's own, on random workloads: the decisions of every step must be equal.
 
     make oracle [N=200] [SEED=...]
-    PYTHONPATH=tools .oracle/bin/python -m oracle.compare [--count N] [--seed SEED] [--kind KIND] [--file JSON] [--write]
+    PYTHONPATH=tools .oracle/bin/python -m oracle.compare [--count N] [--seed SEED] [--kind KIND] [--write]
+    PYTHONPATH=tools .oracle/bin/python -m oracle.compare --file JSON
 
 For a workload with a difference it prints the first line that differs, with both sides, takes away requests as long as
 the difference stays, and saves both forms as JSON in .oracle/differences. The exit code is then 1. --write adds the

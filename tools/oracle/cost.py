@@ -4,9 +4,9 @@
     PYTHONPATH=tools .oracle/bin/python -m oracle.cost [--steps N] [--write]
 
 Both get the same requests and the same tokens, and must decide the same. They take turns of ten steps, and who goes
-first changes: the machine's ups and downs meet both, and neither empties the other's caches before each step. Timed are `schedule` and `update_from_output`, in CPU time, so that a busy machine disturbs little; the
-time of a setting is the median over its steps. --write puts the result into walkvllm/data/schedule_cost.json, for
-page 07.
+first changes: the machine's ups and downs meet both, and neither empties the other's caches before each step. Timed are
+`schedule` and `update_from_output`, in CPU time, so that a busy machine disturbs little; the time of a setting is the
+median over its steps. --write puts the result into walkvllm/data/schedule_cost.json, for page 07.
 """
 
 from __future__ import annotations
@@ -188,11 +188,12 @@ LOADS: dict[str, Callable[[int], Load]] = {
 GROWTH: dict[str, tuple[Callable[[int], Load], tuple[int, ...]]] = {
     "blocks in the pool": (lambda x: Load(64, (64, 384), (16, 144), blocks=x), (3000, 12000, 48000, 192000)),
     "waiting requests": (lambda x: Load(64, (64, 384), (16, 144), waiting=x), (1, 100, 1000, 10000)),
-    "tokens of context": (lambda x: Load(64, (x, x), (400, 400)), (128, 1024, 8192)),
+    "tokens of context": (lambda x: Load(64, (x - 15, x), (400, 400)), (128, 1024, 8192)),
     "tokens of context, one request": (lambda x: Load(1, (x, x), (400, 400)), (128, 1024, 8192, 32768)),
     "tokens of shared context": (lambda x: Load(64, (1, 16), (400, 400), shared=x), (128, 1024, 8192)),
     "cached tokens of a held-up head": (
-        lambda x: Load(64, (1, 16), (400, 400), shared=x, blocks=x // BLOCK + 64 * 28 + 2, held_up=True), (128, 1024, 8192)
+        lambda x: Load(64, (1, 16), (400, 400), shared=x, blocks=x // BLOCK + 64 * 28 + 2, held_up=True),
+        (128, 1024, 8192),
     ),
 }
 

@@ -66,7 +66,7 @@ a { color: inherit }
 h4 { font: 600 12px/1.4 system-ui, sans-serif; margin: 0 0 5px; display: flex; gap: 8px; justify-content: space-between }
 .pill { display: inline-block; border-radius: 9px; padding: 0 8px; margin: 0 4px 4px 0; background: var(--c); color: #fff;
   font-size: 12px; line-height: 18px; white-space: pre }
-.queue { display: grid; grid-template-columns: 70px minmax(0, 1fr); min-height: 23px }
+.queue { margin-bottom: 2px; display: grid; grid-template-columns: 70px minmax(0, 1fr); min-height: 23px }
 .bar { display: flex; height: 26px; border: 1px solid var(--line); border-radius: 5px; overflow: hidden; margin-bottom: 6px }
 .bar i { font-style: normal; font-size: 12px; line-height: 25px; text-align: center; overflow: hidden; color: #fff;
   background: var(--c); border-right: 1px solid var(--paper) }
@@ -100,6 +100,7 @@ h4 { font: 600 12px/1.4 system-ui, sans-serif; margin: 0 0 5px; display: flex; g
   border-top: 1px solid var(--line) }
 .req:first-child { border: 0; padding-top: 0 }
 .req:last-child { padding-bottom: 0 }
+.long { max-height: 480px; overflow-y: auto }
 .who { min-height: 42px }
 .who .mute { display: block; font-size: 12px; line-height: 1.3 }
 .text { overflow-wrap: anywhere; white-space: pre-wrap }
@@ -137,7 +138,8 @@ button[data-do=play] svg { fill: var(--paper) }
 .slide { display: block; height: 22px; margin: 1px 0 0; appearance: none; background: none; color: inherit; cursor: pointer }
 .slide::-webkit-slider-runnable-track { height: 4px; border-radius: 2px; background: var(--line) }
 .slide::-moz-range-track { height: 4px; border-radius: 2px; background: var(--line) }
-.slide::-webkit-slider-thumb { appearance: none; width: 16px; height: 16px; margin-top: -6px; border-radius: 50%; background: currentColor }
+.slide::-webkit-slider-thumb { appearance: none; width: 16px; height: 16px; margin-top: -6px; border-radius: 50%;
+  background: currentColor }
 .slide::-moz-range-thumb { width: 16px; height: 16px; border: 0; border-radius: 50%; background: currentColor }
 .detail { min-height: 20px; margin-top: 6px; font-size: 12px; color: var(--mute); overflow-wrap: anywhere }
 
@@ -246,7 +248,8 @@ function pool(run, s) {
     const who = owners[id] || [], part = 100 / who.length;
     const stripes = who.map((r, k) => `${run.requests[r].colour} ${part * k}% ${part * (k + 1)}%`);
     const look = who.length ? 'held' : kept.has(id) ? 'kept' : '';
-    const says = who.length ? `held by ${who.map(r => name(run, r)).join(', ')}` : kept.has(id) ? 'free, but what it holds is remembered' : 'free';
+    const free = kept.has(id) ? 'free, but what it holds is remembered' : 'free';
+    const says = who.length ? `held by ${who.map(r => name(run, r)).join(', ')}` : free;
     html += `<div class="b ${look}${taken.has(id) ? ' new' : ''}${back.has(id) ? ' back' : ''}" data-r="${who.join(' ')}"
       ${who.length ? `style="background:linear-gradient(90deg,${stripes})"` : ''}
       ${tip(`block ${id}: ${says}; slots ${id * size} to ${id * size + size - 1}`)}>${id}</div>`;
@@ -264,7 +267,8 @@ function table(run, s, r) {
   return `<div class="table">${blocks.join('')}</div>`;
 }
 
-const tables = (run, s) => run.requests.map((_, r) => `<div class="queue"><div>${pill(run, r)}</div>${table(run, s, r)}</div>`).join('');
+const tables = (run, s) => run.requests.map((_, r) =>
+  `<div class="queue"><div>${pill(run, r)}</div>${table(run, s, r)}</div>`).join('');
 
 function status(run, s, r) {
   const { prompt, max } = run.requests[r], made = s[`made.${r}`] || 0;
@@ -286,7 +290,8 @@ function text(run, s, r) { // prompt that is computed, computed in this step, an
 
 const requests = (run, s) => run.requests.map((q, r) => `<div class="req" ${of(run, r)}>
   <div class="who">${pill(run, r)}${muted(esc(status(run, s, r)))}</div>
-  <div class="keep"><div class="text">${text(run, s, r)}</div><div class="text size" aria-hidden="true">${shown(q.words.slice(0, q.far).join(''))}</div></div>
+  <div class="keep"><div class="text">${text(run, s, r)}</div>
+  <div class="text size" aria-hidden="true">${shown(q.words.slice(0, q.far).join(''))}</div></div>
   ${table(run, s, r)}</div>`).join('');
 
 function prompt(run, s, frame) {
@@ -298,37 +303,44 @@ function prompt(run, s, frame) {
 const settings = run => `<div class="list">${Object.entries(run.engine).map(([key, value]) =>
   `<span>${muted(esc(key))} ${esc(value)}</span>`).join('')}</div>`;
 
+const numTokens = list => (list || []).reduce((n, [, , slots]) => n + slots.length, 0);
+const numHeld = s => Object.keys(s).reduce((n, key) => n + (key.startsWith('held.') ? s[key].length : 0), 0);
+const numFree = (s, run) => `${s.free ?? run.engine.num_blocks - 1} of ${run.engine.num_blocks - 1} free`;
 const PANELS = { // name -> title, drawing, what stands at the right of the title, how large the drawing of a state is
   queues: ['Queues', queues, () => '', s => (s.waiting?.length || 0) + (s.running?.length || 0)],
-  budget: ['Token budget of the step', budget, (s, run) => count(run.engine.max_num_batched_tokens, 'token'), s => JSON.stringify(s.budget || '').length],
-  row: ['One row of tokens for the model', row, () => 'position → slot', s => (s.row || []).reduce((n, [, , slots]) => n + slots.length, 0)],
+  budget: ['Token budget of the step', budget, (s, run) => count(run.engine.max_num_batched_tokens, 'token'),
+    s => JSON.stringify(s.budget || '').length],
+  row: ['One row of tokens for the model', row, () => 'position → slot', s => numTokens(s.row)],
   sampled: ['Sampled', sampled, () => '', s => s.sampled?.length || 0],
-  pool: ['Pool of KV blocks', pool, (s, run) => `${s.free ?? run.engine.num_blocks - 1} of ${run.engine.num_blocks - 1} free`, () => 0],
-  tables: ['Block tables', tables, () => 'filled as far as written', s => Object.keys(s).reduce((n, k) => n + (k.startsWith('held.') ? s[k].length : 0), 0)],
+  pool: ['Pool of KV blocks', pool, numFree, () => 0],
+  tables: ['Block tables', tables, () => 'filled as far as written', numHeld],
   requests: ['Requests', requests, () => 'prompt, answer, block table', () => 0],
-  prompt: ['The prompt', prompt, () => 'token and its id', (s, frame, run) => Math.max(...frame.w.map(r => run.requests[r].prompt))],
+  prompt: ['The prompt', prompt, () => 'token and its id',
+    (s, frame, run) => Math.max(...frame.w.map(r => run.requests[r].prompt))],
   settings: ['Settings', settings, () => '', () => 0],
 };
 
-
 // ---- the route: the caller's side above, the engine core below ----
 
+function stop(run, s, frame, hrefs, page, area, way = '') {
+  const title = `${page} ${run.stops[page]}`, here = run.requests.map((_, r) => r).filter(r => s[`at.${r}`] === page);
+  const lit = frame.p === page ? 'here' : frame.say.some(([where]) => where.startsWith(page)) ? 'beside' : '';
+  const dots = here.slice(0, 4).map(r => `<i ${of(run, r)} ${tip(`${name(run, r)} was last seen at stop ${title}`)}></i>`);
+  return `<a class="stop ${way} ${lit}${['01', '05', '15'].includes(page) ? ' first' : ''}" style="grid-area:${area}"
+    ${hrefs[page] ? `href="${esc(hrefs[page])}" data-to="${page}"` : ''} ${frame.p === page ? 'aria-current="step"' : ''}
+    ${tip(`stop ${title}`)} aria-label="stop ${title}${here.map(r => `, ${esc(name(run, r))}`).join('')}">
+    <span class="dots">${dots.join('')}</span><b><span>${page}</span></b>${way === 'cross' ? '' : `<em>${run.stops[page]}</em>`}</a>`;
+}
+
 function route(run, s, frame, hrefs) {
-  const lit = new Set(frame.say.map(([page]) => page.slice(0, 2))), m = s.message;
-  const stop = (page, column, line, way) => {
-    const title = `${page} ${run.stops[page]}`, here = run.requests.map((_, r) => r).filter(r => s[`at.${r}`] === page);
-    const dots = here.slice(0, 4).map(r => `<i ${of(run, r)} ${tip(`${name(run, r)} was last seen at stop ${title}`)}></i>`);
-    const look = [way, frame.p === page ? 'here' : lit.has(page) ? 'beside' : '', ['01', '05', '15'].includes(page) ? 'first' : ''];
-    return `<a class="stop ${look.join(' ')}" style="grid-area:${line}/${column}" ${hrefs[page] ? `href="${esc(hrefs[page])}" data-to="${page}"` : ''}
-      ${frame.p === page ? 'aria-current="step"' : ''} ${tip(`stop ${title}`)} aria-label="stop ${title}${here.map(r => `, ${esc(name(run, r))}`).join('')}">
-      <span class="dots">${dots.join('')}</span><b><span>${page}</span></b>${way === 'cross' ? '' : `<em>${run.stops[page]}</em>`}</a>`;
-  };
-  const mail = m ? `${m.down ? '↓ ' : ''}${m.what}${m.bytes ? `, ${count(m.bytes, 'byte')}` : ''}${m.down ? '' : ' ↑'}` : '';
-  const above = [stop('01', 1, 1, 'up'), stop('02', 2, 1, 'up'), stop('03', 3, 1, 'up'), stop('15', 12, 1, 'up')];
-  const below = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14].map(n => stop(String(n).padStart(2, '0'), n - 2, 3, ''));
-  return `<nav class="route" aria-label="The route, with the requests on it"><div class="lane" style="grid-row:1"></div><div class="lane" style="grid-row:3"></div>
-    ${above.join('')}<span class="tag" style="grid-area:1/4/2/12">${run.engine.multiprocess ? 'the caller’s process' : 'the caller’s side'}</span>
-    ${stop('04', 3, 2, 'cross')}<span class="mail${m && !m.down ? ' back' : ''}" style="grid-area:2/4/3/12">${mail}</span><span class="way" style="grid-area:2/12"></span>
+  const at = (page, area, way) => stop(run, s, frame, hrefs, page, area, way), m = s.message;
+  const bytes = m?.bytes ? `, ${count(m.bytes, 'byte')}` : '', mail = m ? (m.down ? `↓ ${m.what}${bytes}` : `${m.what}${bytes} ↑`) : '';
+  const above = [at('01', '1/1', 'up'), at('02', '1/2', 'up'), at('03', '1/3', 'up'), at('15', '1/12', 'up')];
+  const below = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14].map(n => at(String(n).padStart(2, '0'), `3/${n - 2}`));
+  return `<nav class="route" aria-label="The route, with the requests on it">
+    <div class="lane" style="grid-row:1"></div><div class="lane" style="grid-row:3"></div>${above.join('')}
+    <span class="tag" style="grid-area:1/4/2/12">the caller’s ${run.engine.multiprocess ? 'process' : 'side'}</span>${at('04', '2/3', 'cross')}
+    <span class="mail${m && !m.down ? ' back' : ''}" style="grid-area:2/4/3/12">${mail}</span><span class="way" style="grid-area:2/12"></span>
     <span class="tag" style="grid-area:3/1/4/3">engine core<br>${s.step ? `step ${s.step}` : ''}</span>${below.join('')}</nav>`;
 }
 
@@ -343,10 +355,12 @@ const longest = (items, size) => items.reduce((a, b) => (size(b) > size(a) ? b :
 function view(run, hrefs) {
   const el = document.createElement('div'), place = {}, largest = {}, state = {};
   const kept = key => `<div class="keep"><div data-p="${key}"></div><div class="size" aria-hidden="true"></div></div>`;
+  const wide = key => (run.only || key === 'requests' ? ' wide' : '') + (run.requests.length > 8 ? ' long' : '');
   el.className = run.only ? 'big' : '';
-  el.innerHTML = `${run.title ? `<div class="title">${esc(run.title)}</div>` : ''}<div data-p="route"></div><div class="said">${kept('said')}</div>
-    <div data-p="steer"></div><div class="panels">${run.panels.map(key => `<div class="panel${run.only || key === 'requests' ? ' wide' : ''}" tabindex="0" role="group" aria-label="${PANELS[key][0]}">
-    <h4>${PANELS[key][0]}<span class="mute" data-p="${key} right"></span></h4>${kept(key)}</div>`).join('')}</div>`;
+  const panels = run.panels.map(key => `<div class="panel${wide(key)}" tabindex="0" role="group" aria-label="${PANELS[key][0]}">
+    <h4>${PANELS[key][0]}<span class="mute" data-p="${key} right"></span></h4>${kept(key)}</div>`);
+  el.innerHTML = `${run.title ? `<div class="title">${esc(run.title)}</div>` : ''}<div data-p="route"></div>
+    <div class="said">${kept('said')}</div><div data-p="steer"></div><div class="panels">${panels.join('')}</div>`;
   for (const e of el.querySelectorAll('[data-p]')) place[e.dataset.p] = e;
   // each place is as large as its largest drawing, so that nothing jumps while the run plays
   place.said.nextSibling.innerHTML = said(longest(run.frames, frame => aloud(frame).length + 90 * frame.say.length));
@@ -372,21 +386,22 @@ function view(run, hrefs) {
 }
 
 function shape(run, moments, k) { // a column for each step, as high as the tokens that it computed
-  const columns = {}, end = moments.length;
-  let spent = [];
+  const columns = [], end = moments.length;
+  let spent = [], top = 0;
   moments.forEach((moment, x) => {
     const frame = run.frames[moment[k]];
     spent = frame.d.budget?.spent || spent;
-    if (frame.s) Object.assign(columns[frame.s] ||= { from: x }, { to: x + 1, spent });
+    if (frame.s > top) columns.push({ step: top = frame.s, from: x, spent });
   });
-  const bars = Object.entries(columns).map(([step, { from, to, spent }]) => {
-    const gap = Math.min(.3, .12 * (to - from));
+  const bars = columns.map(({ step, from, spent }, i) => {
+    const to = columns[i + 1]?.from ?? end;
+    const gap = Math.min(.3, .12 * (to - from)), each = spent.map(([r, n, decode]) => `${esc(name(run, r))} ${n} ${kind(decode)}`);
     let y = 34;
     return `<g>${spent.map(([r, n, decode]) => {
       const height = 32 * n / run.engine.max_num_batched_tokens;
       return `<rect data-r="${r}" x="${from + gap / 2}" y="${y -= height}" width="${to - from - gap}" height="${height}"
         fill="${run.requests[r].colour}" fill-opacity="${decode ? .7 : 1}"/>`;
-    }).join('')}<title>step ${step}: ${spent.map(([r, n, decode]) => `${esc(name(run, r))} ${n} ${kind(decode)}`).join(', ')}</title></g>`;
+    }).join('')}<title>step ${step}: ${each.join(', ')}</title></g>`;
   });
   if (!bars.length) return '';
   return `<svg class="shape" aria-hidden="true" viewBox="0 0 ${end} 34" preserveAspectRatio="none">${bars.join('')}
@@ -397,15 +412,19 @@ function shape(run, moments, k) { // a column for each step, as high as the toke
 // ---- the player ----
 
 function controls(runs, moments, names, colour) {
-  const n = moments.length - 1, button = key => `<button data-do="${key}" aria-label="${BUTTONS[key]}" title="${BUTTONS[key]}">${icon(key)}</button>`;
+  const n = moments.length - 1, button = (key, what, inside) =>
+    `<button data-do="${key}" aria-label="${what}" title="${what}">${inside}</button>`;
   const shapes = runs.map((run, k) => (run.title ? `<div class="mute">${esc(run.title)}</div>` : '') + shape(run, moments, k));
-  const chips = names.map(who => `<button class="chip" data-name="${esc(who)}" aria-pressed="false" style="--c:${colour(who)}">${esc(who)}</button>`);
+  const chips = names.map(who =>
+    `<button class="chip" data-name="${esc(who)}" aria-pressed="false" style="--c:${colour(who)}">${esc(who)}</button>`);
   const inset = `width:calc((100% - 16px) * ${n / (n + 1)} + 16px);margin-left:calc((100% - 16px) * ${.5 / (n + 1)})`;
-  return `<div class="control">${shapes.join('')}<input class="slide" type="range" min="0" max="${n}" aria-label="event" style="${inset}">
-    <div class="steer"><div>${Object.keys(BUTTONS).map(button).join('')}<select aria-label="speed" title="speed">${
-      [.5, 1, 2, 4].map(v => `<option value="${v}"${v === 1 ? ' selected' : ''}>${v}×</option>`).join('')}</select></div>
+  const speeds = [.5, 1, 2, 4].map(v => `<option value="${v}"${v === 1 ? ' selected' : ''}>${v}×</option>`);
+  return `<div class="control">${shapes.join('')}
+    <input class="slide" type="range" min="0" max="${n}" aria-label="event" style="${inset}"><div class="steer">
+    <div>${Object.entries(BUTTONS).map(([key, what]) => button(key, what, icon(key))).join('')}
+    <select aria-label="speed" title="speed">${speeds.join('')}</select></div>
     <div role="group" aria-label="follow a request">${muted('follow')}${chips.join('')}
-    <button data-do="before" title="the event of this request before (p)">before</button><button data-do="next" title="the next event of this request (n)">next</button></div>
+    ${button('before', 'the event of this request before (p)', 'before')}${button('next', 'the next event of this request (n)', 'next')}</div>
     <span class="mute place"></span></div></div>`;
 }
 
@@ -417,16 +436,19 @@ function render({ model, el }) {
   host.dataset.lmSuppressShortcuts = 'true'; // keys that are pressed in here are no commands of JupyterLab
   const names = [...new Set(runs.flatMap(run => run.requests.map(q => q.name)))].slice(0, 12);
   const colour = who => runs.flatMap(run => run.requests).find(q => q.name === who).colour;
-  root.innerHTML = `<style>${STYLE}</style><div class="player" tabindex="0" role="group" aria-roledescription="player" aria-label="${esc(label)}">
+  root.innerHTML = `<style>${STYLE}</style>
+    <div class="player" tabindex="0" role="group" aria-roledescription="player" aria-label="${esc(label)}">
     ${controls(runs, moments, names, colour)}<div class="views${runs.length > 1 ? ' two' : ''}"></div>
     <div class="detail">Hover over anything, or tap it, for its numbers.</div><div class="hear" aria-live="polite"></div></div>`;
-  const $ = what => root.querySelector(what), player = $('.player'), slide = $('.slide'), views = runs.map(run => view(run, hrefs));
+  const $ = what => root.querySelector(what), player = $('.player'), slide = $('.slide');
+  const views = runs.map(run => view(run, hrefs));
   $('.views').append(...views);
   if (runs.length === 1) views[0].querySelector('[data-p=steer]').append($('.control'));
 
   let timer = null;
   const at = () => Math.max(0, Math.min(n, model.get('at'))), frame = (i, k = 0) => runs[k].frames[moments[i][k]];
-  const concerns = (i, who) => runs.some((run, k) => moments[i - 1]?.[k] !== moments[i][k] && frame(i, k).w.some(r => name(run, r) === who));
+  const concerns = (i, who) => runs.some((run, k) =>
+    moments[i - 1]?.[k] !== moments[i][k] && frame(i, k).w.some(r => name(run, r) === who));
   const jump = by => {
     for (let i = at() + by; i >= 0 && i <= n; i += by) if (concerns(i, model.get('focus'))) return i;
     return at();
@@ -437,7 +459,8 @@ function render({ model, el }) {
     views.forEach((v, k) => v.draw(moments[i][k]));
     [...views, ...root.querySelectorAll('.shape')].forEach((part, j) => {
       const run = runs[j % runs.length], me = String(run.requests.findIndex(q => q.name === focus));
-      for (const e of part.querySelectorAll('[data-r]')) e.classList.toggle('dim', Boolean(focus && e.dataset.r) && !e.dataset.r.split(' ').includes(me));
+      for (const e of part.querySelectorAll('[data-r]'))
+        e.classList.toggle('dim', Boolean(focus && e.dataset.r) && !e.dataset.r.split(' ').includes(me));
     });
     for (const cursor of root.querySelectorAll('.cursor')) cursor.setAttribute('d', `M${i + .5} -1V35`);
     for (const chip of root.querySelectorAll('.chip')) chip.setAttribute('aria-pressed', chip.dataset.name === focus);
@@ -446,7 +469,8 @@ function render({ model, el }) {
     slide.value = i;
     slide.setAttribute('aria-valuetext', when(frame(i)));
     $('.place').textContent = `event ${i + 1} of ${n + 1}`;
-    $('.hear').textContent = timer ? '' : runs.map((run, k) => `${run.title ? `${run.title}: ` : ''}${aloud(frame(i, k))}`).join('. ');
+    const heard = runs.map((run, k) => (run.title ? `${run.title}: ` : '') + aloud(frame(i, k)));
+    $('.hear').textContent = timer ? '' : heard.join('. ');
   }
   function put(key, value) {
     model.set(key, value);
@@ -464,7 +488,8 @@ function render({ model, el }) {
     if (!on) draw(); // and say where it has stopped
   }
   const doing = {
-    first: () => go(0), back: () => go(at() - 1), step: () => go(at() + 1), last: () => go(n), next: () => go(jump(1)), before: () => go(jump(-1)),
+    first: () => go(0), back: () => go(at() - 1), step: () => go(at() + 1), last: () => go(n),
+    before: () => go(jump(-1)), next: () => go(jump(1)),
     play() { const on = !timer; if (on && at() === n) go(0); play(on); },
   };
   function act(what) {
@@ -473,12 +498,14 @@ function render({ model, el }) {
   }
 
   player.addEventListener('click', event => {
-    const button = event.target.closest('button'), link = event.target.closest('a[data-to]'), told = event.target.closest('.views [title]');
-    const there = link && el.querySelector(`a[data-stop="${link.dataset.to}"]`), svg = event.target.closest('.shape');
+    const near = what => event.target.closest(what), button = near('button'), link = near('a[data-to]'), svg = near('.shape');
+    const told = near('.views [title]'), there = link && el.querySelector(`a[data-stop="${link.dataset.to}"]`);
     if (button?.dataset.do) act(button.dataset.do);
     else if (button) put('focus', model.get('focus') === button.dataset.name ? '' : button.dataset.name);
-    else if (there && !event.ctrlKey && !event.metaKey) { event.preventDefault(); there.click(); } // JupyterLab knows where it leads
-    else if (svg) {
+    else if (there && !event.ctrlKey && !event.metaKey) { // the still's link: JupyterLab knows where it leads
+      event.preventDefault();
+      there.click();
+    } else if (svg) {
       const box = svg.getBoundingClientRect(), to = Math.floor((event.clientX - box.left) / box.width * (n + 1));
       if (timer) play(false);
       go(to);
@@ -489,12 +516,14 @@ function render({ model, el }) {
     if (told) $('.detail').textContent = told.title;
   });
   player.addEventListener('focusin', event => {
-    if (event.target.matches('.panel')) $('.detail').textContent = [...event.target.querySelectorAll('[data-p] [title]')].map(e => e.title).slice(0, 20).join(' · ');
+    if (!event.target.matches('.panel')) return;
+    const titles = [...event.target.querySelectorAll('[data-p] [title]')].map(e => e.title);
+    $('.detail').textContent = titles.slice(0, 20).join(' · ');
   });
   player.addEventListener('keydown', event => {
-    const tag = event.target.tagName, what = KEYS[event.key], letter = event.key === 'n' || event.key === 'p';
-    const own = tag === 'SELECT' || tag === 'INPUT' && !letter && event.key !== ' ' || event.key === ' ' && /^(BUTTON|A)$/.test(tag);
-    if (!what || own || event.ctrlKey || event.metaKey || event.altKey) return;
+    const tag = event.target.tagName, what = KEYS[event.key]; // some keys belong to the control that has the focus
+    const own = { INPUT: !['n', 'p', ' '].includes(event.key), SELECT: true, BUTTON: event.key === ' ', A: event.key === ' ' };
+    if (!what || own[tag] || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     event.stopPropagation();
     act(what);

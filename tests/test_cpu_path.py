@@ -1,0 +1,359 @@
+"""The compiled CPU path: functions against float64, mutants of the C, how it is built and kept, the engine on it."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_kernels import CHOSEN, Shape, build, random_shape, write_and_read
+
+from walkvllm import LLM, SamplingParams
+from walkvllm.attention import MOST_QUERIES, CpuBackend, get_backend
+from walkvllm.compiled_model import CompiledLM
+from walkvllm.kernels import cpu
+from walkvllm.models import CausalLM, apply_rope
+
+torch.set_num_threads(1)
+EMBEDDED = Path(str(files("walkvllm"))) / "tales-3m"
+needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="needs a C compiler")
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+# ---- each function against float64 ----
+
+def rand(gen: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=gen)
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert not got.isnan().any()
+    return float((got.double() - expected.double()).abs().max())
+
+
+def linear_case(seed: int) -> None:
+    rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    m, n, k = rnd.choice([1, 2, 5, 6, 7, 13, 49, 100]), rnd.randint(1, 200), rnd.choice([1, 31, 128, 129, 300, 512])
+    dtype, with_bias = rnd.choice(list(cpu.SUFFIX)), rnd.random() < 0.5
+    x, weight, bias = rand(gen, m, k), rand(gen, n, k).to(dtype), rand(gen, n)
+    expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
+    guarded = torch.full((m + 2, n), 7.0)
+    cpu.PackedLinear(weight, bias if with_bias else None)(x, guarded[1:-1])
+    assert error(guarded[1:-1], expected) < 1e-5 * k**0.5 * 10
+    assert (guarded[0] == 7).all() and (guarded[-1] == 7).all()
+
+
+def glue_case(seed: int) -> None:
+    rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    tokens, size, eps = rnd.choice([1, 3, 40]), rnd.choice([1, 7, 16, 48, 256, 577]), rnd.choice([1e-6, 0.3])
+    x, delta, weight = rand(gen, tokens, size), rand(gen, tokens, size), rand(gen, size)
+    total = x.double() + delta.double()
+    out = torch.empty_like(x)
+    cpu.add_rms_norm(out, x, delta, weight, eps)
+    assert error(x, total) < 1e-6 and error(out, F.rms_norm(total, (size,), weight.double(), eps)) < 1e-5
+    cpu.add_rms_norm(out, x, None, weight, eps)
+    assert error(x, total) < 1e-6 and error(out, F.rms_norm(total, (size,), weight.double(), eps)) < 1e-5
+    both = rand(gen, tokens, 2 * size) * rnd.choice([1, 50])
+    cpu.silu_and_mul(out, both)
+    gate, up = both.double().chunk(2, -1)
+    assert error(out, F.silu(gate) * up) < 1e-6 * both.abs().max() ** 2
+
+
+def write_case(seed: int) -> None:
+    rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    tokens, kv_heads, dim = rnd.choice([1, 4, 33]), rnd.choice([1, 2, 3]), rnd.choice([2, 12, 24, 64, 128])
+    heads, dtype = kv_heads * rnd.choice([1, 2, 3]), rnd.choice(list(cpu.SUFFIX))
+    pool = torch.full((4, 12, 4, kv_heads, dim), torch.nan, dtype=dtype)  # what lies before and behind is a guard
+    slots = torch.randperm(48, generator=gen)[:tokens]
+    slots[torch.rand(tokens, generator=gen) < 0.2] = -1
+    qkv, norm = rand(gen, tokens, heads + 2 * kv_heads, dim), rand(gen, heads + kv_heads, dim)
+    angle = 9 * rand(gen, tokens, 1, dim // 2)
+    normed = rnd.random() < 0.5
+    qk, v = qkv[:, :-kv_heads].double(), qkv[:, -kv_heads:].clone()
+    if normed:
+        qk = F.rms_norm(qk, (dim,), None, 1e-5) * norm
+    qk = apply_rope(qk, angle.double().cos(), angle.double().sin())
+    angles = torch.cat((angle.cos(), angle.sin()), 1)
+    cpu.rope_and_write(qkv, pool[1:3], slots, angles, norm if normed else None, 1e-5)
+    assert error(qkv[:, :-kv_heads], qk) < 1e-4
+    k_pool, v_pool = pool[1:3].view(2, 48, kv_heads, dim)
+    real = slots >= 0
+    assert torch.equal(v_pool[slots[real]], v[real].to(dtype))
+    assert torch.equal(k_pool[slots[real]], qkv[real, heads:-kv_heads].to(dtype))
+    assert int((~pool.isnan()).sum()) == 2 * int(real.sum()) * kv_heads * dim
+
+
+def read_case(seed: int) -> None:
+    shape = random_shape(seed)
+    if seed % 3 == 0:  # blocks longer than what is taken at a time
+        shape = replace(shape, block_size=random.Random(seed).choice([33, 64, 100, 256]), shared=0)
+    write_and_read("cpu", shape, seed)
+
+
+CASES: dict[str, Callable[[int], None]] = {
+    "linear": linear_case, "glue": glue_case, "write": write_case, "read": read_case,
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(30, 510, 30))])
+def test_random_cases(what: str, first: int, threads: int) -> None:
+    for seed in range(first, first + 30):
+        CASES[what](seed)
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", CHOSEN)
+def test_chosen_shapes_with_threads(what: str, threads: int) -> None:
+    write_and_read("cpu", CHOSEN[what])
+
+
+@needs_compiler
+@pytest.mark.parametrize("queries", [MOST_QUERIES, MOST_QUERIES + 1])
+def test_prompts_on_both_sides_of_the_limit(queries: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        write_and_read("cpu", Shape(((queries, 5), (1, 40), (queries, 0), (2, 2)), 2, 2, 64, 8, dtype=dtype, padding=2))
+
+
+@needs_compiler
+def test_a_float32_query_on_a_bfloat16_pool() -> None:
+    "The compiled model's way: nothing is rounded but what lies in the pool."
+    shape = Shape(((1, 37), (3, 5), (20, 9)), 2, 3, 64, 8, dtype=torch.bfloat16)
+    case = build(shape)
+    backend = CpuBackend()
+    backend.write(case.key, case.value, case.kv_cache, case.meta)
+    out = backend.read(case.query.float(), case.kv_cache, case.meta, case.scale)
+    assert out.dtype == torch.float32
+    assert error(out[: case.meta.num_actual_tokens], case.expected) < 1e-5
+
+
+@needs_compiler
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    bits = torch.arange(2**16).to(torch.int32) << 16 | torch.tensor([0, 0x7FFF, 0x8000, 0x8001, 0xFFFF])[:, None]
+    values = bits.to(torch.int32).view(torch.float32).reshape(1, 1, -1)
+    values = values[..., values.isfinite()[0, 0]]
+    values = values[..., : values.shape[-1] // 2 * 2]
+    qkv = torch.cat([torch.zeros_like(values)] * 2 + [values], dim=1)
+    pool = torch.zeros(2, 1, 1, 1, values.shape[-1], dtype=torch.bfloat16)
+    half = values.shape[-1] // 2
+    angles = torch.stack((torch.ones(1, half), torch.zeros(1, half)), 1)
+    cpu.rope_and_write(qkv, pool, torch.zeros(1, dtype=torch.int64), angles, None, 1e-6)
+    assert torch.equal(pool[1].view(torch.int16), values.bfloat16().view(torch.int16).view_as(pool[1]))
+
+
+@needs_compiler
+def test_nan_and_infinity_pass_through() -> None:
+    weight = torch.tensor([[torch.nan], [1.0], [torch.inf]])
+    for dtype in cpu.SUFFIX:
+        out = cpu.PackedLinear(weight.to(dtype))(torch.ones(1, 1))
+        assert out.isnan().tolist() == [[True, False, False]] and out[0, 2] == torch.inf
+
+
+# ---- mutants: one change in the C, and a case must fail ----
+
+MUTANTS = {
+    "no causal bound": ("read", "seq_lens[r] - (starts[r + 1] - 1 - t)", "seq_lens[r]"),
+    "one key too few": ("read", "(starts[r + 1] - 1 - t)", "(starts[r + 1] - t)"),
+    "the whole last block": ("read", "keys - first < block_size ? keys - first : block_size", "block_size"),
+    "no last partial block": ("read", "first < keys; first +=", "first + block_size <= keys; first +="),
+    "another request's table": ("read", "table[r * table_stride +", "table["),
+    "the wrong KV head": ("read", "g = h * group;", "g = (kv_heads - 1 - h) * group;"),
+    "no fading": ("read", "sum[g] * fade[g] + weight", "sum[g] + weight"),
+    "no running maximum": ("read", "highest = top[g], weight = 0;", "highest = -INFINITY, weight = 0;"),
+    "no scale": ("read", "s[g][i] * scale", "s[g][i]"),
+    "offset in the block": ("read", "block * block_size + j)", "block * block_size)"),
+    "short heads": ("read", "if (n >= LANES) return", "if (n >= 1) return"),
+    "turned backwards": ("write", "a * c[i] - b * s[i]", "a * c[i] + b * s[i]"),
+    "padding is written": ("write", "if (slots[t] < 0) continue;", ""),
+    "V where K goes": ("write", "row[heads * dim + width + i]", "row[heads * dim + i]"),
+    "cut, not rounded": ("write", "(u + 0x7fff + (u >> 16 & 1)) >> 16", "u >> 16"),
+    "one norm for all heads": ("write", "norm[h * dim + i]", "norm[i]"),
+    "no epsilon": ("glue", "sum / size + eps", "sum / size"),
+    "delta forgotten": ("glue", "row[i] += delta[t * size + i]", "row[i] += 0"),
+    "gate and up swapped": ("glue", "*gate = x + 2 * t * size, *up = gate", "*up = x + 2 * t * size, *gate = up"),
+    "no bias": ("linear", "if (bias) for", "if (0) for"),
+    "the last inputs left out": ("linear", "p < k; p += DEPTH", "p + DEPTH <= k; p += DEPTH"),
+    "the last panel too wide": ("linear", "n - left < PANEL ? n - left : PANEL, widen", "PANEL, widen"),
+    "rows of a tile": ("linear", "sum + i * PANEL, some, depth, i == 0)", "sum, some, depth, i == 0)"),
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    what, good, bad = MUTANTS[name]
+    assert good in cpu.SOURCE
+    monkeypatch.setattr(cpu, "FLAGS", [f for f in cpu.FLAGS if f != "-O3"])  # seconds of compiling, for nothing
+    mutant = cpu.load(cpu.build(cpu.SOURCE.replace(good, bad), tmp_path, cpu.compiler()))
+    monkeypatch.setattr(cpu, "library", lambda: mutant)
+    with pytest.raises(AssertionError):
+        for seed in range(60):
+            CASES[what](seed)
+
+
+# ---- building ----
+
+TINY = "int answer(void) { return 42; }"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "walkvllm"
+
+
+def fresh_library() -> Any:
+    "What library() says in a new process."
+    return cpu.library.__wrapped__()
+
+
+@needs_compiler
+def test_a_library_is_kept_privately_and_found_again(home: Path) -> None:
+    with cpu.private_directory() as directory:
+        assert directory == home and home.stat().st_mode & 0o777 == 0o700
+        made = cpu.build(TINY, directory, cpu.compiler())
+        assert made.stat().st_mode & 0o777 == 0o700 and [p.name for p in home.iterdir()] == [made.name]
+        when = made.stat().st_mtime_ns
+        assert cpu.build(TINY, directory, cpu.compiler()) == made and made.stat().st_mtime_ns == when
+        assert cpu.build(TINY + "\n", directory, cpu.compiler()) != made
+
+
+@needs_compiler
+def test_a_library_that_others_can_write_is_made_again(home: Path) -> None:
+    with cpu.private_directory() as directory:
+        made = cpu.build(TINY, directory, cpu.compiler())
+        made.write_bytes(b"something else")
+        made.chmod(0o722)
+        again = cpu.build(TINY, directory, cpu.compiler())
+        assert again == made and cpu.is_private(made) and made.read_bytes() != b"something else"
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_directory_of_others_is_not_used(home: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
+    home.mkdir()
+    home.chmod(mode)
+    with caplog.at_level(logging.WARNING, "walkvllm"), cpu.private_directory() as directory:
+        assert directory != home and cpu.is_private(directory)
+    assert "not by us alone" in caplog.text and not directory.exists() and not list(home.iterdir())
+
+
+def test_somebody_elses_file_is_not_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.touch(0o700)
+    assert cpu.is_private(path)
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+    assert not cpu.is_private(path)
+
+
+def test_a_home_that_is_no_directory(home: Path) -> None:
+    home.write_text("a file")
+    with cpu.private_directory() as directory:
+        assert directory != home and directory.is_dir()
+
+
+@pytest.mark.parametrize("cc, words", [("no-such-compiler", "no-such-compiler"), ("false", "failed")])
+def test_without_a_compiler_torch_goes_on(
+    home: Path, cc: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", cc)
+    with caplog.at_level(logging.WARNING, "walkvllm"):
+        assert fresh_library() is None
+    assert words in caplog.text and "plain torch" in caplog.text
+    monkeypatch.setattr("walkvllm.attention.library", lambda: None)
+    assert get_backend("cpu").name == "torch"
+    llm = LLM(multiprocess=False, attention_backend="cpu")
+    runner = llm.llm_engine.engine_core.engine_core.model_runner
+    assert type(runner.model) is CausalLM and runner.backend.name == "torch"
+    assert len(llm.generate("Once", SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids) == 3
+
+
+def build_in(directory: str, barrier: Any, results: Any) -> None:
+    barrier.wait(60)
+    results.put(cpu.build(TINY, Path(directory), cpu.compiler()).name)
+
+
+@needs_compiler
+def test_two_processes_build_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    both = [context.Process(target=build_in, args=(str(tmp_path), barrier, results)) for _ in range(2)]
+    for process in both:
+        process.start()
+    names = {results.get(timeout=60) for _ in both}
+    for process in both:
+        process.join(60)
+    assert len(names) == 1 and [p.name for p in tmp_path.iterdir()] == [*names]
+
+
+@needs_compiler
+def test_loading_changes_no_arithmetic_of_the_process() -> None:
+    "A library linked with -ffast-math would make tiny numbers zero everywhere, from then on."
+    code = ("import torch; from walkvllm.kernels import cpu; assert cpu.library() is not None; "
+            "print((torch.tensor([1e-38]) / 100).item() > 0)")  # fmt: skip
+    root = Path(__file__).resolve().parent.parent
+    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["True"]
+
+
+# ---- the engine ----
+
+def answers(prompts: list[list[int]], dtype: str, tokens: int = 24, **settings: object) -> list[list[int]]:
+    llm = LLM(multiprocess=False, skip_tokenizer_init=True, dtype=dtype, **settings)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    llm.check_blocks()
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+@needs_compiler
+def test_the_engine_says_the_same_on_every_path(threads: int) -> None:
+    rnd = random.Random(0)
+    prompts = [[rnd.randrange(3, 2048) for _ in range(n)] for n in (1, 7, 40, 16, 17, 90)]
+    tokens = 24 if threads == 1 else 4  # on a busy machine two threads wait for each other a thousand times a step
+    expected = answers(prompts, "float32", tokens, attention_backend="torch")
+    assert answers(prompts, "float32", tokens) == expected
+    assert answers(prompts, "float32", tokens, max_num_batched_tokens=17, block_size=8, max_num_seqs=4) == expected
+
+
+@needs_compiler
+def test_bfloat16_stays_close_to_float32() -> None:
+    "Only weights and cache are rounded; the embedded model's weights are bfloat16 anyway."
+    rnd = random.Random(1)
+    prompts = [[rnd.randrange(3, 2048) for _ in range(20)] for _ in range(4)]
+    exact, rounded = answers(prompts, "float32"), answers(prompts, "bfloat16")
+    assert sum(a == b for x, y in zip(exact, rounded, strict=True) for a, b in zip(x, y, strict=True)) > 48
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype, compiled", [("float32", True), ("bfloat16", True), ("float16", False)])
+def test_which_model_runs(dtype: str, compiled: bool) -> None:
+    llm = LLM(multiprocess=False, dtype=dtype, attention_backend="cpu")
+    assert isinstance(llm.llm_engine.engine_core.engine_core.model_runner.model, CompiledLM) == compiled
+    assert llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+@needs_compiler
+def test_a_bad_id_is_an_error_and_no_strange_read() -> None:
+    case = build(CHOSEN["a whole block at once"])
+    case.meta.block_table[0, 0] = case.kv_cache.shape[1]
+    with pytest.raises(IndexError, match="outside of the pool"):
+        CpuBackend().read(case.query, case.kv_cache, case.meta, case.scale)

@@ -1,0 +1,454 @@
+"""What the kernels and the engine do on a GPU, in ten minutes: one JSON, and a short table.
+
+  gpu_bench.py            measure; the JSON goes to gpu.json
+  gpu_bench.py --record   also keep it as walkvllm/data/gpu.json, which page 11a shows
+  gpu_bench.py --tiny     tiny sizes, in Triton's interpreter where there is no GPU: does everything run to its end?
+
+Needs CUDA, PyTorch, Triton and transformers. Nothing is compared with numbers from elsewhere: bandwidth and FLOP rate
+are fractions of a copy and a matrix product measured in the same run. A part that cannot run says why, and the rest
+goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TINY = "--tiny" in sys.argv
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch.nn.functional as F
+from torch import Tensor
+from walkvllm.kernels.top_k_top_p import top_k_top_p_naive, top_k_top_p_triton
+
+from walkvllm.kernels import fused, paged_attention, paged_read, paged_write, triton
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+SECONDS = 600
+DTYPE = torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = (4, 2, 16, 8) if TINY else (16, 8, 128, 16)  # Qwen3-0.6B's attention
+STARTED = time.monotonic()
+Row = dict[str, Any]
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """The median time of a call; on a GPU with a cold cache, as triton.testing.do_bench has it."""
+    if CUDA:
+        return float(triton.testing.do_bench(run, warmup=20, rep=5 if TINY else 100, return_mode="median"))
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def beside(run: Callable[..., Any], *args: Any, **more: Any) -> float | str:
+    """The time of a call that may not take these arguments, or its error."""
+    try:
+        return round(milliseconds(lambda: run(*args, **more)), 4)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"[:120]
+
+
+# ---- a step ----
+
+@dataclass
+class Step:
+    """Requests with random K and V in a pool of shuffled blocks."""
+
+    query: Tensor  # [T, H, D]
+    kv_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    lengths: list[tuple[int, int]]  # (query tokens, tokens before them)
+    slots: Tensor  # of the step's tokens
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        q, total = max(q for q, _ in self.lengths), max(q + c for q, c in self.lengths)
+        scale = self.query.shape[2] ** -0.5
+        return (self.query, self.kv_cache, self.block_table, self.seq_lens, self.query_start_loc, scale, q, total)
+
+    def read(self, config: paged_attention.ReadConfig | None = None) -> Tensor:
+        return paged_attention.read_triton(*self.arguments, config)
+
+    def contiguous(self, r: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Q [Q, H, D], K and V [L, KVH, D] of a request."""
+        a, b = self.query_start_loc[r : r + 2].tolist()
+        blocks = -(-sum(self.lengths[r]) // self.kv_cache.shape[2])
+        kv = self.kv_cache[:, self.block_table[r, :blocks].long()].flatten(1, 2)[:, : sum(self.lengths[r])]
+        return self.query[a:b], kv[0], kv[1]
+
+
+def step(lengths: list[tuple[int, int]], heads: int = HEADS, kv_heads: int = KV_HEADS, dim: int = HEAD_DIM,
+         dtype: torch.dtype = DTYPE, block: int = BLOCK) -> Step:
+    gen = torch.Generator(DEVICE).manual_seed(0)
+    counts = [-(-(q + c) // block) for q, c in lengths]
+    ids = torch.randperm(sum(counts), generator=gen, device=DEVICE).int() + 1
+    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=DEVICE)
+    for row, ids_of_row in zip(table, ids.split(counts), strict=True):
+        row[: len(ids_of_row)] = ids_of_row
+    tokens = sum(q for q, _ in lengths)
+    kv_cache = torch.randn(2, sum(counts) + 1, block, kv_heads, dim, generator=gen, device=DEVICE, dtype=dtype)
+    query = torch.randn(tokens, heads, dim, generator=gen, device=DEVICE, dtype=dtype)
+    loc = torch.tensor([0, *(q for q, _ in lengths)], device=DEVICE).cumsum(0).int()
+    lens = torch.tensor([q + c for q, c in lengths], dtype=torch.int32, device=DEVICE)
+    positions = torch.cat([torch.arange(c, c + q, device=DEVICE) for q, c in lengths])
+    return Step(query, kv_cache, table, lens, loc, lengths, fused.slot_mapping_triton(positions, loc, table, block))
+
+
+# ---- is it right? ----
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest difference, at the size of what was wanted. NaN where something is."""
+    return float(((got.double() - want.double()).abs() / want.double().abs().clamp(min=1)).max())
+
+
+def read_error(s: Step) -> float:
+    out = s.read()
+    want = [paged_read.attend(*s.contiguous(r), s.query.shape[2] ** -0.5, torch.float64) for r in range(len(s.lengths))]
+    return max(error(got, w) for got, w in zip(out.split([q for q, _ in s.lengths]), want, strict=True))
+
+
+def correctness() -> list[Row]:
+    """Each kernel against its twin in float64."""
+    rows: list[Row] = []
+    allowed = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+    def add(kernel: str, case: str, dtype: torch.dtype, value: float) -> None:
+        rows.append({"kernel": kernel, "case": case, "dtype": str(dtype)[6:], "error": value,
+                     "right": value <= allowed[dtype]})
+
+    mixed = [(1, 40), (7, 9), (1, 0), (20, 0)] if TINY else [(1, 3000), (100, 77), (1, 0), (513, 0), (1, 31), (64, 900)]
+    long = [(1, 90)] if TINY else [(1, 20_000)]
+    for dtype in allowed:
+        for dim in (16,) if TINY else (32, 64, 80, 96, 128, 256):
+            add("paged_attention", f"mixed, head size {dim}", dtype, read_error(step(mixed, dim=dim, dtype=dtype)))
+            add("paged_attention", f"long, head size {dim}", dtype, read_error(step(long, dim=dim, dtype=dtype)))
+        for group in (1, 7):
+            add("paged_attention", f"group {group}", dtype, read_error(step(mixed, 2 * group, 2, 16, dtype, 32)))
+        add_fused(add, dtype)
+    return rows
+
+
+def add_fused(add: Callable[[str, str, torch.dtype, float], None], dtype: torch.dtype) -> None:
+    gen = torch.Generator(DEVICE).manual_seed(1)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, device=DEVICE, dtype=dtype)
+
+    tokens, width = (5, 48) if TINY else (300, 1000)
+    x, residual, weight = randn(tokens, width), randn(tokens, width), randn(width)
+    want = fused.add_rms_norm_naive(residual.double(), x.double(), weight.double(), 1e-6)
+    add("add_rms_norm", f"{width}", dtype, error(fused.add_rms_norm_triton(residual, x, weight, 1e-6), want))
+    want = fused.silu_and_mul_naive(x.double())
+    add("silu_and_mul", f"{width // 2}", dtype, error(fused.silu_and_mul_triton(x), want))
+    s = step([(1, 9), (tokens - 1, 3)], dtype=dtype)
+    qkv, table = randn(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM), randn(64 + tokens, 2, HEAD_DIM // 2)
+    norm = randn(HEADS + KV_HEADS, HEAD_DIM)
+    positions = torch.arange(tokens, device=DEVICE)
+    caches = [torch.zeros_like(s.kv_cache), torch.zeros_like(s.kv_cache, dtype=torch.float64)]
+    got = fused.rope_and_write_triton(qkv, positions, table, caches[0], s.slots, norm)
+    exact = [t.double() for t in (qkv, table, norm)]
+    want = fused.rope_and_write_naive(exact[0], positions, exact[1], caches[1], s.slots, exact[2])
+    add("rope_and_write", f"{HEADS}+{KV_HEADS} heads", dtype, max(error(got, want), error(*caches)))
+    key, value = randn(2, tokens, KV_HEADS, HEAD_DIM)
+    kv_caches = [torch.zeros_like(s.kv_cache) for _ in range(2)]
+    paged_write.write_kv_triton(key, value, kv_caches[0], s.slots)
+    paged_write.write_kv_torch(key, value, kv_caches[1], s.slots)
+    add("reshape_and_cache", f"{tokens} tokens", dtype, error(*kv_caches))
+    if dtype == torch.float32:
+        logits = randn(4, 50 if TINY else 151_936).float() * 3
+        k = torch.tensor([1, 5, 20, 50], device=DEVICE)
+        got = top_k_top_p_triton(logits.clone(), k, None)
+        kept = top_k_top_p_naive(logits.clone(), k, None)
+        add("top_k", f"{logits.shape[1]} words", dtype, float((got != kept).sum()))
+
+
+# ---- how fast? ----
+
+def yardsticks() -> Row:
+    """A copy's bandwidth in GB/s, read and written bytes together, and a bfloat16 matrix product's TFLOP/s."""
+    source = torch.empty(1 << (10 if TINY else 30), dtype=torch.int8, device=DEVICE)
+    target, n = torch.empty_like(source), 32 if TINY else 8192
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    copy, product = milliseconds(lambda: target.copy_(source)), milliseconds(lambda: a @ b)
+    return {"copy_GB_s": 2 * source.numel() / copy / 1e6, "matmul_TFLOP_s": 2 * n**3 / product / 1e9}
+
+
+def decode(yard: Row) -> list[Row]:
+    """Bandwidth of a decode step's reads in one layer, beside others on the same K and V without pages."""
+    shapes = [(1, 40), (3, 20)] if TINY else [(1, 16_384), (1, 131_072), (16, 4096), (64, 2048), (256, 1024)]
+    rows = []
+    for batch, length in shapes:
+        s = step([(1, length - 1)] * batch)
+        ours, num_bytes = milliseconds(s.read), 2 * batch * length * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+        k, v = (torch.stack([s.contiguous(r)[i] for r in range(batch)]) for i in (1, 2))  # [B, L, KVH, D]
+        q, (kt, vt) = s.query[:, :, None], (x.transpose(1, 2) for x in (k, v))
+        row = {"requests": batch, "keys": length, "ms": round(ours, 4), "GB_s": num_bytes / ours / 1e6,
+               "of_copy": num_bytes / ours / 1e6 / yard["copy_GB_s"],
+               "sdpa_ms": beside(F.scaled_dot_product_attention, q, kt, vt, enable_gqa=True)}
+        if find_spec("flash_attn"):
+            flash = import_module("flash_attn").flash_attn_with_kvcache
+            row["flash_attention_ms"] = beside(flash, s.query[:, None], k, v)
+        rows.append(row)
+    return rows
+
+
+def prefill(yard: Row) -> list[Row]:
+    """FLOP rate of whole prompts and of a chunk behind a context."""
+    shapes = [(1, 24, 0), (2, 8, 16)] if TINY else [(1, 8192, 0), (8, 1024, 0), (4, 512, 4096)]
+    rows = []
+    for batch, tokens, context in shapes:
+        s = step([(tokens, context)] * batch)
+        ours, pairs = milliseconds(s.read), batch * (tokens * context + tokens * (tokens + 1) // 2)
+        rate = 4 * pairs * HEADS * HEAD_DIM / ours / 1e9
+        row = {"requests": batch, "tokens": tokens, "context": context, "ms": round(ours, 4), "TFLOP_s": rate,
+               "of_matmul": rate / yard["matmul_TFLOP_s"]}
+        if not context:
+            q, k, v = (torch.stack([s.contiguous(r)[i] for r in range(batch)]).transpose(1, 2) for i in range(3))
+            row["sdpa_ms"] = beside(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+            row["flex_attention_ms"] = beside(flex, q, k, v)
+            if find_spec("flash_attn"):
+                flash = import_module("flash_attn").flash_attn_func
+                row["flash_attention_ms"] = beside(flash, *(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        rows.append(row)
+    return rows
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, made: dict[Any, Any] = {}) -> Tensor:  # noqa: B006  (kept between calls)
+    """FlexAttention, compiled once a shape."""
+    if not CUDA:
+        raise RuntimeError("needs CUDA")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    if q.shape not in made:
+        mask = create_block_mask(causal, None, None, q.shape[2], k.shape[2], device=DEVICE)
+        made[q.shape] = torch.compile(flex_attention), mask
+    run, mask = made[q.shape]
+    return run(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def other_cuts() -> list[Row]:
+    """The same steps with other tiles than the table's: is the table right for this GPU?"""
+    tall = [(64, 64, 1, 4, 2), (64, 64, 1, 8, 2), (64, 128, 1, 8, 2), (128, 64, 1, 8, 2), (128, 64, 1, 8, 3)]
+    flat = [(16, 32, 1, 4, 3), (16, 64, 1, 4, 2), (16, 64, 1, 4, 3), (16, 64, 1, 4, 4), (16, 128, 1, 4, 3),
+            (16, 64, 1, 8, 3)]
+    steps = {"prompts": ([(9, 0)], tall), "decodes": ([(1, 20)], flat)} if TINY else {
+        "prompts": ([(1024, 0)] * 8, tall), "decodes": ([(1, 2047)] * 64, flat),
+        "a long decode": ([(1, 65_535)], [(16, 64, n, 4, 3) for n in (8, 16, 32, 64)])}
+    rows = []
+    for name, (lengths, cuts) in steps.items():
+        s = step(lengths)
+        for cut in cuts[:2] if TINY else cuts:
+            config = paged_attention.ReadConfig(*cut)
+            rows.append({"step": name, "rows_keys_splits_warps_stages": cut, "ms": beside(s.read, config)})
+    return rows
+
+
+def small_kernels(yard: Row) -> list[Row]:
+    """The fused kernels beside the same in torch, one operation after the other."""
+    tokens, width, inner = (3, 32, 48) if TINY else (256, 1024, 3072)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
+
+    x, residual, weight, gate_up = randn(tokens, width), randn(tokens, width), randn(width), randn(tokens, 2 * inner)
+    s, qkv = step([(1, 8)] * tokens), randn(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    table, positions = randn(64, 2, HEAD_DIM // 2), torch.full((tokens,), 8, device=DEVICE)
+    logits = torch.randn(tokens, 100 if TINY else 151_936, device=DEVICE)
+    k, p = torch.full((tokens,), 50, device=DEVICE), torch.full((tokens,), 0.9, device=DEVICE)
+
+    def rope_torch() -> None:
+        heads = qkv.view(tokens, -1, HEAD_DIM)
+        cos, sin = table[positions][:, :, None].unbind(1)
+        a, b = heads[:, :-KV_HEADS].chunk(2, dim=-1)
+        q = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        paged_write.write_kv_torch(q[:, HEADS:], heads[:, -KV_HEADS:], s.kv_cache, s.slots)
+
+    def sampler_rule() -> None:
+        from walkvllm.sampler import apply_top_k, apply_top_p
+        apply_top_p(apply_top_k(logits.clone(), k), p)
+
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "add_rms_norm": (lambda: fused.add_rms_norm_triton(residual, x, weight, 1e-6),
+                         lambda: fused.add_rms_norm_naive(residual, x, weight, 1e-6)),
+        "silu_and_mul": (lambda: fused.silu_and_mul_triton(gate_up), lambda: fused.silu_and_mul_naive(gate_up)),
+        "rope_and_write": (lambda: fused.rope_and_write_triton(qkv, positions, table, s.kv_cache, s.slots), rope_torch),
+        "top_k_top_p": (lambda: top_k_top_p_triton(logits.clone(), k, p), sampler_rule)}
+    return [{"kernel": name, "rows": tokens, "ms": beside(ours), "torch_ms": beside(torchs)}
+            for name, (ours, torchs) in pairs.items()]
+
+
+# ---- the engine ----
+
+def random_model(folder: str) -> Path:
+    """A checkpoint of Qwen3-0.6B's shape with random weights."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    vocab, hidden, inner, layers, longest = (300, 32, 48, 2, 128) if TINY else (151_936, 1024, 3072, 28, 40_960)
+    dtype = "float32" if TINY else "bfloat16"
+    config = Qwen3Config(vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+                         max_position_embeddings=longest, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
+                         head_dim=HEAD_DIM, rope_theta=1e6, tie_word_embeddings=True, dtype=dtype)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.to(torch.float32 if TINY else DTYPE).save_pretrained(folder)
+    return Path(folder)
+
+
+def workload() -> tuple[list[list[int]], list[int]]:
+    """Prompts, and how many tokens each wants: 256 requests, 100 to 1024 of both, always the same."""
+    import random
+
+    rnd = random.Random(0)
+    requests, low, high, words = (3, 3, 8, 300) if TINY else (256, 100, 1024, 10_000)
+    prompts = [[rnd.randrange(words) for _ in range(rnd.randint(low, high))] for _ in range(requests)]
+    return prompts, [rnd.randint(low, high) for _ in range(requests)]
+
+
+def generate(model: Path, **more: Any) -> Row:
+    """The whole workload through the engine; tokens a second of all that were sampled."""
+    from walkvllm import LLM, SamplingParams
+
+    pool: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": BLOCK, "max_model_len": 64} if TINY else {
+        "kv_cache_memory_bytes": 40 << 30, "max_model_len": 4096}
+    llm = LLM(model=str(model), skip_tokenizer_init=True, attention_backend="triton", **pool, **more)
+    prompts, wanted = workload()
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in wanted]
+    inputs: list[Any] = [{"prompt_token_ids": p} for p in prompts]
+    llm.generate(inputs[:2], params[:2], use_tqdm=False)  # compiles
+    start = time.perf_counter()
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    if CUDA:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    made = sum(len(o.outputs[0].token_ids) for o in outputs)
+    if made != sum(wanted):
+        raise RuntimeError(f"{made} tokens came, {sum(wanted)} were asked for")
+    return {"requests": len(prompts), "tokens_in": sum(map(len, prompts)), "tokens_out": made,
+            "seconds": round(seconds, 2), "tokens_s": made / seconds, **more}
+
+
+def engine() -> list[Row]:
+    """Eager, and with graphs if the engine has them."""
+    from walkvllm.config import EngineArgs
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(folder)
+        if "enforce_eager" not in {f.name for f in fields(EngineArgs)}:
+            return [generate(model), {"graphs": "not built: the engine has no enforce_eager yet"}]
+        return [generate(model, enforce_eager=True), generate(model, enforce_eager=False)]
+
+
+def graph() -> Row:
+    """One decode step's forward pass, launch by launch and as one recorded graph. The runner has no part in it."""
+    if not CUDA:
+        return {"graph": "needs CUDA"}
+    from walkvllm.attention import CommonAttentionMetadata, get_backend
+    from walkvllm.fused_model import FusedLM
+    from walkvllm.spec import read_spec
+    from walkvllm.weights import load_weights
+
+    batch, length = (2, 16) if TINY else (32, 1024)
+    with tempfile.TemporaryDirectory() as folder:
+        path = random_model(folder)
+        spec = read_spec(json.loads((path / "config.json").read_text()))
+        model = FusedLM(spec, load_weights(path, spec, DTYPE, torch.device(DEVICE)))
+    s = step([(1, length - 1)] * batch)
+    caches = [torch.zeros_like(s.kv_cache) for _ in range(spec.num_layers)]
+    meta = CommonAttentionMetadata(batch, batch, 1, length, s.query_start_loc, s.seq_lens, s.block_table, s.slots)
+    ids, positions = torch.zeros(batch, dtype=torch.int64, device=DEVICE), (s.seq_lens - 1).long()
+    backend = get_backend("triton")
+
+    def forward() -> Tensor:
+        return model.compute_logits(model.forward(ids, positions, caches, meta, backend))
+
+    with torch.inference_mode():
+        eager, want = milliseconds(forward), forward()
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            out = forward()
+        replayed = milliseconds(recorded.replay)
+        return {"requests": batch, "keys": length, "eager_ms": round(eager, 4), "graph_ms": round(replayed, 4),
+                "same": bool(torch.allclose(out, want, atol=1e-2))}
+
+
+# ---- all of it ----
+
+def table(title: str, rows: Any) -> None:
+    def text(v: Any) -> str:
+        return f"{v:.3g}" if isinstance(v, float) else str(v)
+
+    print(f"\n{title}  ({time.monotonic() - STARTED:.0f} s)")
+    for row in rows if isinstance(rows, list) else [rows]:
+        print("  " + "  ".join(f"{k} {text(v)}" for k, v in row.items()), flush=True)
+
+
+def machine() -> Row:
+    card = torch.cuda.get_device_properties(0) if CUDA else None
+    return {"date": datetime.now(UTC).date().isoformat(), "card": card.name if card else "none: Triton's interpreter",
+            "memory_GiB": round(card.total_memory / 2**30) if card else 0, "torch": torch.__version__,
+            "triton": triton.__version__, "cuda": torch.version.cuda, "tiny": TINY}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    args = parser.parse_args()
+    if not CUDA and not TINY:
+        print("There is no GPU here. --tiny runs tiny sizes in Triton's interpreter.")
+        return 1
+    result: Row = {"machine": machine()}
+    table("machine", result["machine"])
+    parts: dict[str, Callable[[], Any]] = {
+        "correctness": correctness, "yardsticks": yardsticks, "decode": lambda: decode(result["yardsticks"]),
+        "prefill": lambda: prefill(result["yardsticks"]), "small_kernels": lambda: small_kernels(result["yardsticks"]),
+        "graph": graph, "engine": engine, "other_cuts": other_cuts}
+    failed = []
+    for name, part in parts.items():
+        if time.monotonic() - STARTED > SECONDS * 0.85:
+            result[name] = {"skipped": "no time left"}
+        else:
+            try:
+                result[name] = part()
+            except Exception as e:
+                result[name] = {"failed": f"{type(e).__name__}: {e}"}
+                failed.append(name)
+        table(name, result[name])
+        if CUDA:
+            torch.cuda.empty_cache()
+    wrong = [r for r in result["correctness"] if not r["right"]] if "correctness" not in failed else []
+    result["seconds"] = round(time.monotonic() - STARTED)
+    for path in [args.out, *([ROOT / "walkvllm/data/gpu.json"] if args.record and CUDA and not TINY else [])]:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result))
+    print(f"\n{len(failed)} parts failed {failed or ''}, {len(wrong)} answers wrong, {result['seconds']} s")
+    return bool(failed or wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
