@@ -27,6 +27,7 @@ help:
 	@echo "make bench-boundary  what the process boundary costs, and a recorded run: the data of pages 04b, 05 and 16c"
 	@echo "make bench-trace     what a step costs with nobody listening, and with a recording: the data of page 16e"
 	@echo "make fault-table     200 times something goes wrong between two processes: the data of page 04d"
+	@echo "make diagnosis-table  ten kinds of slow runs, 20 times each, told apart: the data of page 17"
 	@echo "make compile-report  compile all kernels for GPUs that are not here: the data of page 11a"
 	@echo "make gpu        measure kernels and engine on the GPU of this machine   (TINY=1 anywhere, RECORD=1 for page 11a)"
 	@echo "make clean      remove .venv and what was built"
@@ -73,6 +74,12 @@ bench-trace: setup-test
 fault-table: setup-test
 	@WALKVLLM_FAULT_TABLE=walkvllm/data/faults.json $(PY) -m pytest --flags long tests/test_process.py -k many_times
 	@$(PY) tools/pages.py run 04d
+
+.PHONY: diagnosis-table
+diagnosis-table: setup-test
+	@$(PY) tools/record_latency.py
+	@WALKVLLM_DIAGNOSES=walkvllm/data/diagnoses.json $(PY) -m pytest --flags long tests/test_latency.py -k many_times
+	@$(PY) tools/pages.py run 17_latency
 
 .PHONY: compile-report gpu
 compile-report: setup-test

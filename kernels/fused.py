@@ -49,10 +49,12 @@ def add_rms_norm_kernel(
 
 # %% ../nbs/kernels/10a_fused.ipynb #da8b857a
 def add_rms_norm_triton(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Does what `add_rms_norm_naive` does, with one program for each token. Both tensors must be contiguous."""
+    """Does what `add_rms_norm_naive` does, with one program for each token. ValueError if `residual` has gaps."""
+    if not residual.is_contiguous():  # a copy would not do: it is changed in place
+        raise ValueError(f"residual: strides {residual.stride()} of {tuple(residual.shape)} leave gaps between rows")
     width, out = residual.shape[-1], torch.empty_like(residual)
     add_rms_norm_kernel[(residual.numel() // width,)](
-        out, residual, residual if x is None else x, weight, eps, ADD=x is not None, WIDTH=width,
+        out, residual, residual if x is None else x.contiguous(), weight, eps, ADD=x is not None, WIDTH=width,
         TILE=triton.next_power_of_2(width), num_warps=4 if width <= 4096 else 8)  # fmt: skip
     return out
 
@@ -80,11 +82,11 @@ def silu_and_mul_kernel(
 
 
 def silu_and_mul_triton(x: Tensor) -> Tensor:
-    """Does what `silu_and_mul_naive` does. `x` must be contiguous."""
+    """Does what `silu_and_mul_naive` does."""
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     width = out.shape[-1]
     tile = min(1024, triton.next_power_of_2(width))
-    silu_and_mul_kernel[(out.numel() // width, triton.cdiv(width, tile))](out, x, WIDTH=width, TILE=tile)
+    silu_and_mul_kernel[(out.numel() // width, triton.cdiv(width, tile))](out, x.contiguous(), WIDTH=width, TILE=tile)
     return out
 
 # %% ../nbs/kernels/10a_fused.ipynb #b7e6d536
@@ -155,8 +157,8 @@ def rope_and_write_kernel(
 # %% ../nbs/kernels/10a_fused.ipynb #9ad9bc9b
 def rope_and_write_triton(qkv: Tensor, positions: Tensor, rope_table: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
                           norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Does what `rope_and_write_naive` does, with one program for each token. `qkv` must be contiguous."""
-    kv_heads, head_dim = kv_cache.shape[3:]
+    """Does what `rope_and_write_naive` does, with one program for each token."""
+    qkv, (kv_heads, head_dim) = qkv.contiguous(), kv_cache.shape[3:]
     q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     query = qkv.new_empty(qkv.shape[0], q_heads, head_dim)
     rope_and_write_kernel[(qkv.shape[0],)](

@@ -182,15 +182,15 @@ class ReadConfig:
     num_stages: int = 2  # rounds whose loads are under way at a time
 
 
-TILES = {  # (16 bits a number, a prompt, a head size above 128): rows, keys a round, warps, stages
-    (True, True, False): (64, 64, 8, 2),
-    (True, True, True): (32, 32, 4, 2),
-    (True, False, False): (16, 64, 4, 3),
-    (True, False, True): (16, 32, 4, 3),
-    (False, True, False): (16, 32, 8, 3),  # the matrix units do not take 32 bits, and its tiles fill the registers soon
-    (False, True, True): (16, 32, 8, 1),
-    (False, False, False): (16, 32, 8, 3),
-    (False, False, True): (16, 32, 8, 1),
+TILES = {  # (16 bits a number, a prompt, a head size above 128): rows, keys a round, warps, stages, and stages if split
+    (True, True, False): (64, 64, 8, 2, 2),
+    (True, True, True): (32, 32, 4, 2, 2),
+    (True, False, False): (16, 64, 4, 3, 3),
+    (True, False, True): (16, 32, 4, 3, 3),
+    (False, True, False): (16, 32, 8, 3, 2),  # the matrix units do not take 32 bits: its tiles fill the registers soon
+    (False, True, True): (16, 32, 8, 1, 1),
+    (False, False, False): (16, 32, 8, 3, 2),
+    (False, False, True): (16, 32, 8, 1, 1),
 }
 
 
@@ -200,11 +200,11 @@ def pick_config(num_reqs: int, max_query_len: int, max_seq_len: int, kv_heads: i
     if device == "cpu":  # the interpreter pays for each operation, whatever its size
         return ReadConfig(block_m=64, tile_n=64)
     prompt = max_query_len > 1
-    block_m, tile_n, num_warps, num_stages = TILES[dtype.itemsize == 2, prompt, head_dim > 128]
+    block_m, tile_n, num_warps, *num_stages = TILES[dtype.itemsize == 2, prompt, head_dim > 128]
     to_fill = 256 // (num_reqs * kv_heads)  # about two programs for each processor of a large GPU
     worth_it = max_seq_len // (4 * tile_n)  # with fewer rounds than four, merging costs more than it gains
     splits = 1 if prompt else 1 << max(0, min(to_fill, worth_it, 32).bit_length() - 1)
-    return ReadConfig(block_m, tile_n, splits, num_warps, num_stages)
+    return ReadConfig(block_m, tile_n, splits, num_warps, num_stages[splits > 1])
 
 # %% ../nbs/kernels/11a_paged_attention.ipynb #9a08c690
 def read_triton(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,

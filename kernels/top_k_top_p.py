@@ -126,6 +126,8 @@ def top_k_top_p_triton(logits: Tensor, top_k: Tensor | None, top_p: Tensor | Non
 
     Weights are added in float32, in another order than the twin's: a token at the very edge of top-p may differ.
     """
+    if not logits.is_contiguous():
+        raise ValueError(f"logits: strides {logits.stride()} of {tuple(logits.shape)} leave gaps between rows")
     vocab = logits.shape[1]
     top_k_top_p_kernel[(logits.shape[0],)](
         logits, logits if top_k is None else top_k, logits if top_p is None else top_p, vocab,

@@ -21,8 +21,8 @@ from typing import Any
 
 from walkvllm import LLM, EngineArgs, SamplingParams
 from walkvllm.async_llm import AsyncLLM
+from walkvllm.blame import BLOCKS, BUDGET, COMPUTE, CONSUME, HEAD, IDLE, SEQS, STALL, SUBMIT, THRASH
 from walkvllm.events import Run
-from walkvllm.latency import BLOCKS, BUDGET, COMPUTE, CONSUME, HEAD, IDLE, SEQS, STALL, SUBMIT, THRASH
 from walkvllm.sampling_params import RequestOutputKind
 from walkvllm.trace import record
 
@@ -70,7 +70,7 @@ def talk_and_read(rng: random.Random) -> list[Ask]:
 
 def large_and_small(rng: random.Random) -> list[Ask]:
     """One that holds most of the pool, a large one that does not fit beside it, and small ones behind."""
-    return [Ask(200, 45), Ask(300, 2), *(Ask(rng.randint(6, 14), 4) for _ in range(10))]
+    return [Ask(200, 80), Ask(300, 2), *(Ask(rng.randint(6, 14), 4) for _ in range(10))]
 
 
 def outgrow(rng: random.Random) -> list[Ask]:
@@ -83,10 +83,10 @@ def seldom(rng: random.Random) -> list[Ask]:
 
 
 CASES: dict[str, Case] = {
-    COMPUTE: Case({}, many(12, (20, 60), (16, 28))),
-    BUDGET: Case({"max_num_batched_tokens": 4}, many(12, (10, 14), (8, 10))),
-    SEQS: Case({"max_num_seqs": 2}, many(14, (100, 140), (2, 3))),
-    BLOCKS: Case({"num_gpu_blocks_override": 29, "max_model_len": 128}, many(12, (97, 103), (1, 1))),
+    COMPUTE: Case({}, many(12, (20, 60), (30, 40))),
+    BUDGET: Case({"max_num_batched_tokens": 8}, many(24, (16, 22), (12, 16))),
+    SEQS: Case({"max_num_seqs": 2}, many(18, (100, 140), (3, 4))),
+    BLOCKS: Case({"num_gpu_blocks_override": 29, "max_model_len": 128}, many(16, (90, 96), (6, 8))),
     THRASH: Case({"num_gpu_blocks_override": 18, "max_model_len": 128}, outgrow),
     HEAD: Case({"num_gpu_blocks_override": 49, "max_model_len": 376}, large_and_small),
     STALL: Case({}, talk_and_read),
@@ -121,7 +121,7 @@ def noise(rng: random.Random) -> Iterator[Callable[[], None]]:
     if kind == "thread":
         thread.start()
     try:
-        yield lambda: time.sleep(0.002 * rng.random()) if rng.random() < 0.1 else None
+        yield lambda: time.sleep(0.002 * rng.random()) if rng.random() < 0.05 else None
     finally:
         done.set()
         if process is not None:

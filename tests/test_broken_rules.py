@@ -32,7 +32,6 @@ RULES: dict[str, tuple[str, str, str]] = {  # what is broken: module, the line a
     "a refusal ends when more is found": ("kv_cache", "return not found and pool.num_returned < last.num_returned", "return pool.num_returned < last.num_returned"),
     "a refusal is one request's": ("kv_cache", "last.request is not request or ", ""),
     "who comes changes the common start": ("kv_cache", 'self.req_to_blocks[request.request_id], self.common = table, ("", 0)', "self.req_to_blocks[request.request_id] = table"),
-    "who goes changes the common start": ("kv_cache", '        self.common = ("", 0)\n', ""),
     "a victim's grant takes its names along": ("scheduler", "if granted and scheduler.forgets_unwritten:", "if False:"),
     "a victim starts again": ("scheduler", "    victim.num_computed_tokens = 0\n", ""),
     "the last admitted is the victim": ("scheduler", "victim = scheduler.running.pop()", "victim = scheduler.running.pop(0)"),

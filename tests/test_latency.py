@@ -15,24 +15,22 @@ import pytest
 from diseases import ASYNC, CASES, CHILD, IN_PROCESS, MODES, Ward, produce_in
 
 import walkvllm
-from walkvllm.events import Run
-from walkvllm.latency import (
+from walkvllm.blame import (
     BLOCKS,
     BUDGET,
     COMPUTE,
     CONSUME,
-    DISEASES,
     HEAD,
     IDLE,
-    NOT_SURE,
     SEQS,
     STALL,
     SUBMIT,
     THRASH,
-    diagnose,
     shares_of,
     spans_of,
 )  # fmt: skip
+from walkvllm.events import Run
+from walkvllm.latency import DISEASES, NOT_SURE, diagnose
 from walkvllm.metrics import bounds_of, engine_metrics, request_metrics, steps_of
 from walkvllm.prometheus import Settings, Window, cannot_tell, diagnose_files, parse, report, windows
 from walkvllm.prometheus import diagnose as diagnose_window

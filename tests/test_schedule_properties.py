@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from walkvllm.config import CacheConfig, SchedulerConfig
-from walkvllm.kv_cache import BlockHasher, KVCacheBlock, Request, RequestStatus, check_blocks
+from walkvllm.kv_cache import BlockHasher, KVCacheBlock, KVCacheManager, Request, RequestStatus, check_blocks
 from walkvllm.messages import ModelRunnerOutput, SchedulerOutput
 from walkvllm.sampling_params import SamplingParams
 from walkvllm.scheduler import AsyncScheduler, Scheduler
@@ -287,3 +287,58 @@ def test_the_walks_came_across_everything() -> None:
     ]  # fmt: skip
     rare = [s for s in situations if not SEEN[s]]
     assert len(rare) <= (1 if EXAMPLES < 1000 else 0), {s: SEEN[s] for s in situations}
+
+
+def test_a_refusal_is_remembered_no_longer_than_it_holds() -> None:
+    "Too few blocks: asked again when as many have come back as were lacking, or when more of it is in the cache."
+    kv, hasher, params = KVCacheManager(8, 8, True, 64), BlockHasher(8), SamplingParams(max_tokens=8)
+
+    def request(name: str, start: int, length: int) -> Request:
+        return Request(name, range(start, start + length), params, block_hasher=hasher)
+
+    def refused() -> bool:
+        return not kv.can_fit_full_sequence(late, kv.get_computed_blocks(late)) and kv.still_held_up(late)
+
+    holders = [request(f"r{i}", 1000 * i, 8) for i in range(5)]
+    for holder in holders:
+        kv.allocate_slots(holder, 8)
+    late = request("late", 100, 32)  # needs four blocks; two are free
+    assert refused() and not kv.still_held_up(request("another", 100, 32))
+    kv.free(holders[0])
+    assert kv.still_held_up(late)
+    kv.free(holders[1])
+    assert not kv.still_held_up(late)
+    kv.allocate_slots(request("other", 200, 16), 16)
+    assert refused()
+    kv.allocate_slots(request("same start", 100, 9), 9)
+    assert not kv.still_held_up(late)
+    late.append_output_token_id(1)
+    assert not kv.still_held_up(late)
+    check_blocks(kv)
+
+
+def test_a_victim_finds_only_what_was_written() -> None:
+    "A victim whose grant is taken back leaves no names on blocks that the grant was to fill (page 07)."
+    scheduler = Scheduler(
+        SchedulerConfig(32, 8, 128, 16, True, "priority", True, False), CacheConfig(8, 11, True, "sha256")
+    )
+    hasher = BlockHasher(8)
+
+    def add(name: str, prompt: range, tokens: int, priority: int) -> None:
+        params = SamplingParams(max_tokens=tokens)
+        scheduler.add_request(Request(name, prompt, params, 0.0, priority, block_hasher=hasher))
+
+    def step() -> SchedulerOutput:
+        work = scheduler.schedule()
+        due = [scheduler.requests[i] for i in work.num_scheduled_tokens]
+        sampled = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in due]
+        scheduler.update_from_output(work, ModelRunnerOutput(list(work.num_scheduled_tokens), sampled))
+        check_blocks(scheduler.kv_cache_manager)
+        return work
+
+    add("low", range(64), 50, 9)
+    step()
+    add("high", range(100, 115), 4, 0)
+    works = [step() for _ in range(5)]
+    assert works[2].preempted_req_ids == {"low"}  # with 48 tokens written, and 16 granted
+    assert works[-1].scheduled_cached_reqs.num_computed_tokens == [48]

@@ -64,6 +64,12 @@ class Launch:
         return f"{self.kernel.__name__}: {self.case}"
 
     @property
+    def hash(self) -> str:
+        """Changes with the arguments and options."""
+        return short_hash(repr((sorted(self.types.items()), sorted(self.constants.items()), sorted(self.aligned),
+                                sorted(self.options.items()))))
+
+    @property
     def source(self) -> Any:
         """What triton.compile takes."""
         from triton.compiler import ASTSource
@@ -200,7 +206,7 @@ def report(launch: Launch, target: str) -> dict[str, Any]:
 
     compiled = triton.compile(launch.source, target=GPUTarget(*TARGETS[target]), options=launch.options)
     facts = (nvidia if TARGETS[target][0] == "cuda" else amd)(compiled, target)
-    return {"kernel": launch.kernel.__name__, "case": launch.case, "target": target,
+    return {"kernel": launch.kernel.__name__, "case": launch.case, "target": target, "launch": launch.hash,
             "warps": launch.options["num_warps"], "shared": compiled.metadata.shared, **facts}
 
 
@@ -222,13 +228,18 @@ def complaints(launch: Launch, row: dict[str, Any]) -> list[str]:
 
 # ---- does the file belong to the sources? ----
 
+def short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def code_hash(path: Path) -> str:
-    """Changes with the code of a module, not with its comments and docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    """Changes with the code of a module's kernels, not with their comments and docstrings, and not with what is beside."""
+    tree, kernels = ast.parse(path.read_text(encoding="utf-8")), []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+            node.body = node.body[ast.get_docstring(node) is not None :]
+            kernels.append(ast.dump(node))
+    return short_hash("".join(kernels))
 
 
 def hashes() -> dict[str, str]:
@@ -240,8 +251,8 @@ def hashes() -> dict[str, str]:
 def stale(data: dict[str, Any]) -> list[str]:
     """Why the file does not belong to what is here."""
     found = [f"kernels/{name}.py has changed" for name, now in hashes().items() if data["sources"].get(name) != now]
-    have = {(r["kernel"], r["case"], r["target"]) for r in data["rows"]}
-    want = {(la.kernel.__name__, la.case, t) for la in launches() for t in TARGETS}
+    have = {(r["kernel"], r["case"], r["target"], r["launch"]) for r in data["rows"]}
+    want = {(la.kernel.__name__, la.case, t, la.hash) for la in launches() for t in TARGETS}
     found += [f"not in the file: {' / '.join(key)}" for key in sorted(want - have)]
     found += [f"no longer launched: {' / '.join(key)}" for key in sorted(have - want)]
     return [f"{f}. Run: make compile-report" for f in found[:5]]

@@ -110,6 +110,15 @@ def as_percent(path: Path) -> str:
     return re.sub(r"\A# ---\n(#.*\n)*?# ---\n\n*", "", text)
 
 
+def take_page(stem: str, force: bool) -> str:
+    """Writes the page's text and says so, but keeps a text that was edited after the page and says something else."""
+    text, new = TEXT / f"{stem}.py", as_percent(notebook(stem))
+    edited = text.exists() and text.stat().st_mtime > notebook(stem).stat().st_mtime
+    if edited and not force and text.read_text(encoding="utf-8") != new:
+        return "KEPT, edited after the page (build takes it, text --force drops it):"
+    return "wrote" if write(text, new) else "same "
+
+
 def _jupytext_config() -> Any:
     from jupytext.config import JupytextConfiguration
     return JupytextConfiguration(comment_magics=False, cell_metadata_filter="-all", notebook_metadata_filter="-all")
@@ -313,10 +322,10 @@ def main() -> None:
     parser.add_argument("command", choices=["text", "build", "export", "run", "check", "show"])
     parser.add_argument("page", nargs="*", metavar="PAGE")
     parser.add_argument("--no-run", action="store_true", help="build: keep the stored outputs, run nothing")
-    parser.add_argument("--force", action="store_true", help="build: take the text, though the notebook is newer")
+    parser.add_argument("--force", action="store_true", help="build: take the text, though the notebook is newer; text: the other way round")
     args = parser.parse_intermixed_args()
-    if (args.no_run or args.force) and args.command != "build":
-        parser.error("--no-run and --force belong to build")
+    if args.no_run and args.command != "build" or args.force and args.command not in ("build", "text"):
+        parser.error("--no-run belongs to build, --force to build and text")
     cells.prepare()
     if args.command == "show":
         print(as_percent(Path(args.page[0])), end="")
@@ -330,8 +339,7 @@ def main() -> None:
         chosen = choose(args.page, [s for s in stems() if notebook(s).exists()])
     if args.command == "text":
         for stem in chosen:
-            changed = write(TEXT / f"{stem}.py", as_percent(notebook(stem)))
-            print(f"  {'wrote' if changed else 'same '} {TEXT.name}/{stem}.py")
+            print(f"  {take_page(stem, args.force)} {TEXT.name}/{stem}.py")
     if args.command in ("build", "export"):
         export(chosen, everything=not args.page)
     if args.command == "run" or args.command == "build" and not args.no_run:

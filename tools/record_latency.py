@@ -21,18 +21,18 @@ import diseases  # type: ignore[import-not-found]  # noqa: E402
 from diseases import CHILD, IN_PROCESS, Ask, Case, Ward, many  # noqa: E402
 from msgspec.structs import replace as changed  # noqa: E402
 
-from walkvllm.latency import BUDGET, HEAD, STALL, THRASH, diagnose  # noqa: E402
+from walkvllm.blame import BUDGET, HEAD, STALL, THRASH  # noqa: E402
+from walkvllm.latency import diagnose  # noqa: E402
 from walkvllm.metrics import lives_of, steps_of  # noqa: E402
 from walkvllm.trace import Run  # noqa: E402
 
 DATA = ROOT / "walkvllm" / "data"
-READ = {  # the facts of each stop that page 17b reads
-    "recording began": (), "input processed": ("tokens", "n"), "message sent": (), "added": (),
-    "sampled": ("token_ids",),
+READ = {  # the facts of each stop that pages 17b and 17c read
+    "recording began": (), "input processed": ("tokens", "n"), "message encoded": (), "message sent": (), "added": (),
     "scheduled": ("tokens", "decode", "computed_before", "budget", "left", "why", "waiting", "num_waiting", "preempted",
                   "free_blocks", "kv_usage"),
-    "updated": ("finished",), "outputs decoded": (), "text out": (), "taken": (), "aborted": ("requests",),
-    "recording ended": (),
+    "sampled": ("token_ids",), "updated": ("finished",), "waited": (), "outputs decoded": (), "text out": (),
+    "taken": (), "aborted": ("requests",), "recording ended": (),
 }  # fmt: skip
 CASES = {
     "budget": replace(diseases.CASES[BUDGET], asks=many(12, (10, 14), (8, 10))),

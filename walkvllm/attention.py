@@ -226,7 +226,7 @@ class TorchBackend:
         return read_batched(query, kv_cache, meta.read_plan(kv_cache), scale, self.buffer)
 
 # %% ../nbs/11b_attention.ipynb #ac2b4a17
-MOST_QUERIES = 16  # a request with more query tokens in a step is read by torch
+MOST_QUERIES = 64  # a request with more query tokens in a step is read by torch
 
 
 class CpuBackend(TorchBackend):

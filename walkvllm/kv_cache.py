@@ -309,7 +309,7 @@ class BlockTables:
         self.block_pool = BlockPool(num_gpu_blocks, enable_caching)
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_blocks: dict[str, int] = {}  # how many of a request's blocks have been published
-        self.common = ("", 0)  # the last answer of get_num_common_prefix_blocks, while nobody comes or goes
+        self.common = ("", 0)  # the last answer of get_num_common_prefix_blocks, while nobody comes
         self.held_up: HeldUp | None = None
 
     def get_block_ids(self, request_id: str) -> list[int]:
@@ -415,7 +415,6 @@ class KVCacheManager(BlockTables):
         "Returns all blocks of `request` to the pool, the last block first. A request without blocks is fine."
         self.block_pool.free_blocks(reversed(self.req_to_blocks.pop(request.request_id, [])))
         self.num_cached_blocks.pop(request.request_id, None)
-        self.common = ("", 0)
 
     def reset_prefix_cache(self) -> bool:
         "Forgets every name, if no request holds a block. Says whether it did."

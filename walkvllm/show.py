@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from walkvllm.engine_core import EngineCore
     from walkvllm.llm import LLM
     from walkvllm.messages import EngineCoreRequest
+    from walkvllm.player import Player
     from walkvllm.sampling_params import SamplingParams
 
 # %% auto #0
 __all__ = ['STOPS', 'KERNEL_PAGES', 'PALETTE', 'GREY', 'example', 'WIDTH', 'Group', 'Picture', 'colours', 'route',
-           'show_table', 'vllm_symbols', 'in_vllm', 'expect', 'Example', 'token_text', 'show_blocks', 'show_flat',
-           'show_budget', 'Explorer']
+           'played', 'show_table', 'vllm_symbols', 'in_vllm', 'expect', 'Example', 'token_text', 'show_blocks',
+           'show_flat', 'show_budget', 'Explorer']
 
 # %% ../nbs/00_show.ipynb #a21e7a60
 class Picture:
@@ -137,6 +138,13 @@ def route(page: str) -> Picture:
     )
     here = f"stop {page} · {STOPS[page[:2]][0]}" if page[:2] in STOPS else f"page {page}, no stop of its own"
     return Picture(html, f"route: {here}")
+
+# %% ../nbs/00_show.ipynb #61d499a4
+def played(page: str | None = None) -> Player:
+    "The running example, recorded: the whole walk, or what it does at one stop."
+    from walkvllm import player
+
+    return player.played(page)
 
 # %% ../nbs/00_show.ipynb #d8e15d25
 def show_table(rows: Sequence[Mapping[str, Any] | Sequence[Any]], header: Sequence[str] = ()) -> Picture:

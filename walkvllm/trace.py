@@ -271,6 +271,8 @@ class CallerRecorder(Recorder):
             text = visible(state, name in finished)
             if new := text[self.shown.get(name, 0) :]:
                 texts[name], self.shown[name] = new, len(text)
+            if name in finished:
+                self.shown.pop(name, None)
         for output in made:
             self.lies_since.setdefault(output.request_id, ended)
         facts = {"told": [state.request.request_id for state in self.states], "new_texts": texts, "finished": finished}

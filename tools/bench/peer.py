@@ -1,8 +1,8 @@
 """What every peer of the benchmark is: a process that loads a model once and then answers one line after the other.
 
 It is started as `python X_peer.py SETTINGS`, where SETTINGS is JSON with model, dtype, threads, longest and requests.
-Each line of its input is {"prompts": [[ids]], "max_tokens": n}; each line of its output {"seconds": s, "cpu_seconds": s,
-"tokens": [[ids]], "peak_mb": m}. All decode greedily and ignore EOS. What a peer prints besides goes to its stderr.
+Each line of its input is {"prompts": [[ids]], "max_tokens": n}; each line of its output {"seconds", "cpu_seconds",
+"tokens", "peak_mb"}. All decode greedily and ignore EOS. What a peer prints besides goes to its stderr.
 """
 
 from __future__ import annotations
