@@ -138,7 +138,7 @@ def reads() -> Iterator[Callable[[], None]]:
     for seed in range(20):
         yield partial(cases.test_random_shapes, "triton", seed)
     for splits in (2, 8):
-        for what in ("decodes of very unlike length", "more rows than tokens", "scores that overflow exp"):
+        for what in ("decodes of very unlike length", "more rows than tokens", "one decode among prefills"):
             yield partial(cases.test_splits_merge_to_the_same, what, splits)
         for window, cap in ((1, 0.0), (17, 0.0), (0, 2.0)):
             yield partial(cases.test_windows_and_caps, "decodes of very unlike length", window, cap, splits)

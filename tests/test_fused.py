@@ -183,7 +183,7 @@ RULES: list[tuple[Callable[..., Tensor], str]] = [
 
 @pytest.mark.parametrize("first", quick_and_long)
 def test_top_k_top_p(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many equal logits, -inf, -0.0, k of 1 and of all, p near 0 and 1; tiles that the row does not fill."""
+    """Many equal and nearly equal logits, -inf, -0.0, k of 1 and of all, p near 0 and 1; tiles that the row does not fill."""
     for seed in seeds(first):
         rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
         rows, vocab = rnd.randint(1, 3), rnd.choice([1, 2, 64, rnd.randint(3, 200)])
@@ -195,6 +195,8 @@ def test_top_k_top_p(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
         k = rnd.choice([None, torch.tensor([rnd.choice([1, vocab, rnd.randint(1, vocab)]) for _ in range(rows)])])
         p = torch.tensor([rnd.choice([1e-6, rnd.random(), 0.9, 0.999]) for _ in range(rows)]) + 1e-7
         p = p.clamp(max=1.0) if k is None or rnd.random() < 0.7 else None
+        if rnd.random() < 0.4 and vocab > 1:  # neighbours that differ in their last bit
+            logits[:, 1::2] = torch.nextafter(logits[:, : vocab // 2 * 2 : 2], torch.tensor(float("-inf")))
         if DEVICE == "cpu":  # a kernel that sees several tiles a row
             monkeypatch.setattr(top_k_top_p, "triton", SmallTiles(rnd.choice([16, 64, 4096])))
         for run, where in RULES:

@@ -36,8 +36,7 @@ def device_of(name: str) -> str:
 
 
 NAMES = [pytest.param(n, marks=needs_triton if n == "triton" else ()) for n in BACKENDS]
-WRITERS = {"naive": paged_write.write_kv_naive, "torch": paged_write.write_kv_torch,
-           "cpu": paged_write.write_kv_torch, "triton": paged_write.write_kv_triton}
+WRITERS = {"naive": "write_kv_naive", "torch": "write_kv_torch", "cpu": "write_kv_torch", "triton": "write_kv_triton"}
 backends = pytest.mark.parametrize("name", NAMES)
 
 
@@ -329,7 +328,7 @@ def test_write_touches_its_slots_and_nothing_else(name: str) -> None:
     case = build(Shape(((9, 0), (1, 0), (1, 0)), 3, 1, 24, 8), 3, device_of(name))
     slots = case.meta.slot_mapping.clone()
     slots[[2, 6]] = -1  # padding may stand anywhere
-    WRITERS[name](case.key, case.value, case.kv_cache, slots)
+    getattr(paged_write, WRITERS[name])(case.key, case.value, case.kv_cache, slots)
     flat = case.kv_cache.view(2, -1, 3, 24)
     real = (slots >= 0).nonzero()[:, 0]
     assert len(real) == 9
@@ -343,7 +342,8 @@ def test_write_touches_its_slots_and_nothing_else(name: str) -> None:
 @backends
 def test_write_of_padding_only(name: str) -> None:
     case = build(Shape(((3, 0),), 1, 1, 16, 8), 3, device_of(name))
-    WRITERS[name](case.key, case.value, case.kv_cache, torch.full_like(case.meta.slot_mapping, -1))
+    padding = torch.full_like(case.meta.slot_mapping, -1)
+    getattr(paged_write, WRITERS[name])(case.key, case.value, case.kv_cache, padding)
     assert case.kv_cache.isnan().all()
 
 
@@ -439,7 +439,7 @@ def test_tiles_of_any_size(what: str, block_m: int, tile_n: int) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows that are not stored
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window, cap", [(1, 0.0), (17, 0.0), (40, 5.0), (0, 2.0)])
-@pytest.mark.parametrize("what", ["a whole block at once", "decodes of very unlike length"])
+@pytest.mark.parametrize("what", ["one decode among prefills", "decodes of very unlike length"])
 def test_windows_and_caps(what: str, window: int, cap: float, splits: int) -> None:
     """Also windows of one token, of a whole tile, of one more, and wider than the request."""
     read_with(ReadConfig(16, 16, splits), replace(CHOSEN[what], window=window, cap=cap))

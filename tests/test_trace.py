@@ -163,6 +163,20 @@ def test_recorded_in_the_middle(fresh: tuple[bool, bool]) -> None:
     engine.shutdown()
 
 
+@pytest.mark.parametrize("settings", [
+    {"enable_prefix_caching": False}, {"long_prefill_token_threshold": 4}, {"scheduling_policy": "priority"},
+    {"scheduler_reserve_full_isl": False, "async_scheduling": True},
+])  # fmt: skip
+def test_a_long_queue(settings: dict[str, Any]) -> None:
+    """More requests wait than an event names."""
+    with LLM(**SMALL | settings, multiprocess=False) as llm, record(llm) as run:
+        ranks = [i % 5 for i in range(75)] if "scheduling_policy" in settings else None
+        outputs = llm.generate(PROMPTS * 15, greedy(), use_tqdm=False, priority=ranks)
+    agree(run, outputs)
+    assert max(e.facts.get("num_waiting", 0) for e in run.events) == 75
+    assert max(len(e.facts.get("waiting", ())) for e in run.events) == 64
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_a_torn_step(pipelined: bool) -> None:
     """An error in a step ends all requests; the recording goes on and says so."""

@@ -2,8 +2,9 @@
 
 The same decode steps by four engines in one process, in turns: the engine as it is with nobody listening; the engine
 with a recording on; and twice a copy of the package from which the hooks are cut out (every
-`if (listen := ...) is not None:` and what hangs on it), twice because the difference of those two is the noise. Each step of the one stands beside a step of the others, and what is compared is the CPU
-time of the thread, so that a busy machine disturbs all of them alike. make bench-trace
+`if (listen := ...) is not None:` and what hangs on it), twice because the difference of those two is the noise. Each
+step of the one stands beside a step of the others, and what is compared is the CPU time of the thread, so that a busy
+machine disturbs all of them alike. make bench-trace
 """
 
 from __future__ import annotations

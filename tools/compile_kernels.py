@@ -233,7 +233,7 @@ def short_hash(text: str) -> str:
 
 
 def code_hash(path: Path) -> str:
-    """Changes with the code of a module's kernels, not with their comments and docstrings, and not with what is beside."""
+    """Changes with the code of a module's kernels, not with their comments, and not with what stands beside them."""
     tree, kernels = ast.parse(path.read_text(encoding="utf-8")), []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):

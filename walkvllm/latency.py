@@ -12,8 +12,8 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from walkvllm.blame import (
-    BLOCKS, BUDGET, COMPUTE, CONSUME, HEAD, IDLE, ON_THE_WAY, SEQS, STALL, SUBMIT, THRASH, plain_step, saved_by_budget,
-    shares_of, spans_of,
+    ADMISSION, BLOCKS, BUDGET, COMPUTE, CONSUME, HEAD, IDLE, ON_THE_WAY, SEQS, STALL, SUBMIT, THRASH, plain_step,
+    saved_by_budget, shares_of, spans_of,
 )  # fmt: skip
 from .metrics import Life, Step, bounds_of, lives_of, request_metrics, steps_of
 

@@ -134,9 +134,7 @@ def difference(before: Snapshot, after: Snapshot) -> Snapshot:
         new = after.values.get((name, labels))
         if new is None or new < old:
             now = "is gone" if new is None else f"is {new:g} now"
-            raise ValueError(
-                f"{name} was {old:g} and {now}: wrong order, two servers, or it was restarted in between"
-            )
+            raise ValueError(f"{name} was {old:g} and {now}: wrong order, two servers, or it was restarted in between")
         values[name, labels] = new - old
     return Snapshot(after.kinds, values)
 
