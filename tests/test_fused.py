@@ -183,7 +183,7 @@ RULES: list[tuple[Callable[..., Tensor], str]] = [
 
 @pytest.mark.parametrize("first", quick_and_long)
 def test_top_k_top_p(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many equal and nearly equal logits, -inf, -0.0, k of 1 and of all, p near 0 and 1; tiles that the row does not fill."""
+    """Many equal and nearly equal logits, -inf, -0.0, k of 1 and of all, p near 0 and 1; rows that fill no tile."""
     for seed in seeds(first):
         rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
         rows, vocab = rnd.randint(1, 3), rnd.choice([1, 2, 64, rnd.randint(3, 200)])

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import textwrap
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from walkvllm.blame import (
-    ADMISSION, BLOCKS, BUDGET, COMPUTE, CONSUME, HEAD, IDLE, ON_THE_WAY, SEQS, STALL, SUBMIT, THRASH, plain_step,
-    saved_by_budget, shares_of, spans_of,
+    ADMISSION, BLOCKS, BUDGET, COMPUTE, CONSUME, HEAD, IDLE, ON_THE_WAY, SEQS, STALL, SUBMIT, THRASH, Span,
+    plain_step, saved_by_budget, shares_of, spans_of,
 )  # fmt: skip
 from .metrics import Life, Step, bounds_of, lives_of, request_metrics, steps_of
 
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from walkvllm.events import Run
 
 # %% auto #0
-__all__ = ['NOT_SURE', 'DISEASES', 'IDLE_FROM', 'HEALTHY_FROM', 'CLEAR_FROM', 'MARGIN', 'SAY', 'Disease', 'Diagnosis',
-           'judge', 'View', 'diagnose']
+__all__ = ['NOT_SURE', 'DISEASES', 'IDLE_FROM', 'HEALTHY_FROM', 'CLEAR_FROM', 'MARGIN', 'ONE_PAUSE', 'SAY', 'Disease',
+           'Diagnosis', 'judge', 'longest_pause', 'View', 'diagnose']
 
 # %% ../nbs/17d_verdict.ipynb #66ccbb52
 NOT_SURE = "not sure"
@@ -95,6 +97,7 @@ IDLE_FROM = 0.5  # idle: half of the time nobody was there
 HEALTHY_FROM = 0.8  # engine compute-bound: this share of the time in which somebody was there
 CLEAR_FROM = 0.3  # a disease: this share of it
 MARGIN = 1.5  # and it is this many times larger than the next one
+ONE_PAUSE = 0.5  # a slow caller is slow again and again: a single pause makes up less than this
 
 # %% ../nbs/17d_verdict.ipynb #f544ab17
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,18 @@ def judge(shares: dict[str, float]) -> tuple[str, tuple[str, ...]]:
     if first < CLEAR_FROM:
         return NOT_SURE, (COMPUTE, name)
     return (name, ()) if first >= MARGIN * second and name in DISEASES else (NOT_SURE, (name, other))
+
+# %% ../nbs/17d_verdict.ipynb #f5336923
+def longest_pause(run: Run, spans: Sequence[Span], cause: str) -> float:
+    "The longest piece of the time that a cause of the caller's has, as a share of it."
+    marks = sorted({e.ended for e in run.events if e.process == "caller"})
+    pieces, now = list[float](), 0.0
+    for span in sorted((s for s in spans if cause in s.causes), key=lambda s: s.began):
+        start = max(span.began, now)
+        inside = marks[bisect_right(marks, start) : bisect_left(marks, span.ended)]
+        pieces += [b - a for a, b in pairwise([start, *inside, max(span.ended, start)])]
+        now = max(now, span.ended)
+    return max(pieces, default=0.0) / max(sum(pieces), 1e-9)
 
 # %% ../nbs/17d_verdict.ipynb #a20c1f1c
 @dataclass(frozen=True, slots=True)
@@ -285,8 +300,11 @@ def diagnose(run: Run) -> Diagnosis:
     if run.problem:  # one side is missing: whoever is missing would look innocent
         return Diagnosis(NOT_SURE, (f"the recording is not whole: {run.problem}",), "none yet: record it again")
     start, end = bounds_of(run)
-    view = View(run, steps_of(run), lives_of(run), shares_of(spans_of(run), start, end), max(end - start, 1e-9))
+    spans = spans_of(run)
+    view = View(run, steps_of(run), lives_of(run), shares_of(spans, start, end), max(end - start, 1e-9))
     verdict, between = judge(view.shares)
+    if verdict in (CONSUME, SUBMIT) and longest_pause(run, spans, verdict) >= ONE_PAUSE:
+        verdict, between = NOT_SURE, (verdict, COMPUTE)
     named = between or (verdict,)
     evidence = [f"{name}: {view.shares[name]:.0%} of the time" for name in named]
     evidence += [sentence for name in named for sentence in (SAY[name](view) if view.steps or name == IDLE else [])]
