@@ -6,18 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import platform
-import re
-import shlex
-import shutil
-import stat
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -26,13 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from walkvllm.kernels.compiler import build, compiler, cpu_features, private_directory
+
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'VECTORS', 'LINEAR', 'LINEAR_LOOP', 'GLUE', 'WRITE', 'READ', 'READ_LOOP', 'SOURCE', 'FLAGS',
-           'SUFFIX', 'SIGNATURES', 'LETTERS', 'for_both_types', 'compiler', 'cpu_features', 'build_key', 'is_private',
-           'private_directory', 'build', 'load', 'library', 'at', 'functions', 'add_rms_norm', 'silu_and_mul', 'packed',
-           'PackedLinear', 'halves', 'rope_and_write', 'in_rows', 'read_paged']
+__all__ = ['logger', 'VECTORS', 'LINEAR', 'LINEAR_LOOP', 'GLUE', 'WRITE', 'READ', 'READ_LOOP', 'SOURCE', 'SUFFIX',
+           'SIGNATURES', 'LETTERS', 'for_both_types', 'load', 'library', 'at', 'functions', 'add_rms_norm',
+           'silu_and_mul', 'packed', 'PackedLinear', 'OneDnnLinear', 'make_linear', 'halves', 'rope_and_write',
+           'in_rows', 'read_paged']
 
 # %% ../nbs/kernels/11c_cpu.ipynb #7a821c6c
 VECTORS = r"""
@@ -287,78 +278,6 @@ def for_both_types(source: str) -> str:
 
 SOURCE = VECTORS + GLUE + "".join(map(for_both_types, (LINEAR, LINEAR_LOOP, WRITE, READ, READ_LOOP)))
 
-# %% ../nbs/kernels/11c_cpu.ipynb #37f1d774
-FLAGS = ["-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fassociative-math", "-fno-signed-zeros",
-         "-fno-trapping-math", "-fno-math-errno", "-freciprocal-math"]  # fmt: skip
-if platform.machine() == "x86_64":
-    FLAGS.append("-mprefer-vector-width=512")
-
-
-def compiler() -> list[str]:
-    """The command of a C compiler: $CC, or the first that is found. FileNotFoundError if there is none."""
-    wanted = os.environ.get("CC")
-    for command in [shlex.split(wanted)] if wanted else [["cc"], ["gcc"], ["clang"]]:
-        if shutil.which(command[0]):
-            return command
-    raise FileNotFoundError(f"no C compiler: {wanted or 'cc, gcc, clang'} not found")
-
-
-@cache
-def cpu_features() -> frozenset[str]:
-    """What the processor says that it can; empty where the system does not tell."""
-    try:
-        found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        found = None
-    return frozenset(found[1].split()) if found else frozenset()
-
-
-def build_key(source: str, command: list[str]) -> str:
-    """A name for what would be built: 20 hex digits."""
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
-    what = [source, *command, version, *FLAGS, platform.machine(), platform.processor(), *sorted(cpu_features())]
-    return hashlib.sha256("\0".join(what).encode()).hexdigest()[:20]
-
-# %% ../nbs/kernels/11c_cpu.ipynb #0eb83844
-def is_private(path: Path) -> bool:
-    """Whether `path` is no link, belongs to us, and only we can write it."""
-    info = path.lstat()
-    return info.st_uid == os.getuid() and not stat.S_ISLNK(info.st_mode) and not info.st_mode & 0o022
-
-
-@contextmanager
-def private_directory() -> Iterator[Path]:
-    """Where libraries are kept: a directory of our own, or one that goes away again, with a warning."""
-    path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "walkvllm"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        usable = is_private(path) and os.access(path, os.W_OK)
-    except OSError:
-        usable = False
-    if usable:
-        yield path
-        return
-    logger.warning("%s cannot be written, or not by us alone: the CPU kernels are compiled for this process only", path)
-    with tempfile.TemporaryDirectory() as scratch:
-        yield Path(scratch)
-
-
-def build(source: str, directory: Path, command: list[str]) -> Path:
-    """The library of `source` in `directory`, made now unless it is there. OSError with the compiler's words."""
-    target = directory / f"cpu-{build_key(source, command)}.so"
-    if target.exists() and is_private(target):
-        return target
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        text, made = Path(scratch, "cpu.c"), Path(scratch, "cpu.so")
-        text.write_text(source)
-        for openmp in (["-fopenmp"], []):  # not every compiler has it: then one thread
-            run = subprocess.run([*command, *FLAGS, *openmp, str(text), "-o", str(made), "-lm"],
-                                 capture_output=True, text=True, check=False)
-            if run.returncode == 0:
-                made.chmod(0o700)
-                return made.replace(target)
-    raise OSError(f"{command[0]} failed: {run.stderr.strip()[-300:]}")
-
 # %% ../nbs/kernels/11c_cpu.ipynb #54d35afe
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 SIGNATURES = {  # p: a pointer, l: an integer, f: a float; the threads come last
@@ -451,6 +370,26 @@ class PackedLinear:
         self.function(at(out), at(x), *self.addresses, tokens, self.out_features, self.in_features,
                       torch.get_num_threads())  # fmt: skip
         return out
+
+# %% ../nbs/kernels/11c_cpu.ipynb #57875800
+class OneDnnLinear:
+    """As PackedLinear, for weights in bfloat16, through the processor's matrix units."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.in_features, self.bias = weight.shape[1], bias
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Writes into `out` if there is one."""
+        rows = x.reshape(-1, self.in_features).bfloat16()
+        made = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        return made.float() if out is None else out.copy_(made)
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | OneDnnLinear:
+    """The faster of the two for this weight on this processor."""
+    units = {"amx_bf16", "avx512_bf16"} & cpu_features() and torch.backends.mkldnn.is_available()
+    return (OneDnnLinear if units and weight.dtype == torch.bfloat16 else PackedLinear)(weight, bias)
 
 # %% ../nbs/kernels/11c_cpu.ipynb #c1a850ea
 def halves(kv_cache: Tensor) -> tuple[int, int]:

@@ -84,7 +84,7 @@ def seldom(rng: random.Random) -> list[Ask]:
 
 CASES: dict[str, Case] = {
     COMPUTE: Case({}, many(12, (20, 60), (30, 40))),
-    BUDGET: Case({"max_num_batched_tokens": 8}, many(24, (16, 22), (12, 16))),
+    BUDGET: Case({"max_num_batched_tokens": 4}, many(20, (8, 12), (16, 20))),
     SEQS: Case({"max_num_seqs": 2}, many(18, (100, 140), (3, 4))),
     BLOCKS: Case({"num_gpu_blocks_override": 29, "max_model_len": 128}, many(16, (90, 96), (6, 8))),
     THRASH: Case({"num_gpu_blocks_override": 18, "max_model_len": 128}, outgrow),

@@ -22,7 +22,7 @@ from test_kernels import CHOSEN, Shape, build, random_shape, write_and_read
 from walkvllm import LLM, SamplingParams
 from walkvllm.attention import MOST_QUERIES, CpuBackend, get_backend
 from walkvllm.compiled_model import CompiledLM
-from walkvllm.kernels import cpu
+from walkvllm.kernels import compiler, cpu
 from walkvllm.models import CausalLM, apply_rope
 
 torch.set_num_threads(1)
@@ -167,6 +167,26 @@ def test_nan_and_infinity_pass_through() -> None:
         assert out.isnan().tolist() == [[True, False, False]] and out[0, 2] == torch.inf
 
 
+@needs_compiler
+def test_the_units_for_bfloat16_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(4, 4)
+    for features, dtype, kind in [
+        ({"amx_bf16"}, torch.bfloat16, cpu.OneDnnLinear), ({"avx512_bf16"}, torch.bfloat16, cpu.OneDnnLinear),
+        ({"amx_bf16"}, torch.float32, cpu.PackedLinear), ({"avx2"}, torch.bfloat16, cpu.PackedLinear),
+    ]:  # fmt: skip
+        monkeypatch.setattr(cpu, "cpu_features", lambda features=features: frozenset(features))
+        assert type(cpu.make_linear(weight.to(dtype))) is kind
+
+
+@needs_compiler
+def test_the_engine_with_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    "On this machine they may be slow or not there at all; the way through oneDNN is the same."
+    prompts = [[5, 6, 7, 8], [9] * 20]
+    expected = answers(prompts, "bfloat16", 8, attention_backend="torch")
+    monkeypatch.setattr("walkvllm.compiled_model.make_linear", cpu.OneDnnLinear)
+    assert answers(prompts, "bfloat16", 8)[0][:2] == expected[0][:2]
+
+
 # ---- mutants: one change in the C, and a case must fail ----
 
 MUTANTS = {
@@ -201,8 +221,8 @@ MUTANTS = {
 def test_mutants_are_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     what, good, bad = MUTANTS[name]
     assert good in cpu.SOURCE
-    monkeypatch.setattr(cpu, "FLAGS", [f for f in cpu.FLAGS if f != "-O3"])  # seconds of compiling, for nothing
-    mutant = cpu.load(cpu.build(cpu.SOURCE.replace(good, bad), tmp_path, cpu.compiler()))
+    monkeypatch.setattr(compiler, "FLAGS", [f for f in compiler.FLAGS if f != "-O3"])  # seconds of compiling, for nothing
+    mutant = cpu.load(compiler.build(cpu.SOURCE.replace(good, bad), tmp_path, compiler.compiler()))
     monkeypatch.setattr(cpu, "library", lambda: mutant)
     with pytest.raises(AssertionError):
         for seed in range(60):
@@ -227,23 +247,23 @@ def fresh_library() -> Any:
 
 @needs_compiler
 def test_a_library_is_kept_privately_and_found_again(home: Path) -> None:
-    with cpu.private_directory() as directory:
+    with compiler.private_directory() as directory:
         assert directory == home and home.stat().st_mode & 0o777 == 0o700
-        made = cpu.build(TINY, directory, cpu.compiler())
+        made = compiler.build(TINY, directory, compiler.compiler())
         assert made.stat().st_mode & 0o777 == 0o700 and [p.name for p in home.iterdir()] == [made.name]
         when = made.stat().st_mtime_ns
-        assert cpu.build(TINY, directory, cpu.compiler()) == made and made.stat().st_mtime_ns == when
-        assert cpu.build(TINY + "\n", directory, cpu.compiler()) != made
+        assert compiler.build(TINY, directory, compiler.compiler()) == made and made.stat().st_mtime_ns == when
+        assert compiler.build(TINY + "\n", directory, compiler.compiler()) != made
 
 
 @needs_compiler
 def test_a_library_that_others_can_write_is_made_again(home: Path) -> None:
-    with cpu.private_directory() as directory:
-        made = cpu.build(TINY, directory, cpu.compiler())
+    with compiler.private_directory() as directory:
+        made = compiler.build(TINY, directory, compiler.compiler())
         made.write_bytes(b"something else")
         made.chmod(0o722)
-        again = cpu.build(TINY, directory, cpu.compiler())
-        assert again == made and cpu.is_private(made) and made.read_bytes() != b"something else"
+        again = compiler.build(TINY, directory, compiler.compiler())
+        assert again == made and compiler.is_private(made) and made.read_bytes() != b"something else"
 
 
 @needs_compiler
@@ -251,22 +271,22 @@ def test_a_library_that_others_can_write_is_made_again(home: Path) -> None:
 def test_a_directory_of_others_is_not_used(home: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
     home.mkdir()
     home.chmod(mode)
-    with caplog.at_level(logging.WARNING, "walkvllm"), cpu.private_directory() as directory:
-        assert directory != home and cpu.is_private(directory)
+    with caplog.at_level(logging.WARNING, "walkvllm"), compiler.private_directory() as directory:
+        assert directory != home and compiler.is_private(directory)
     assert "not by us alone" in caplog.text and not directory.exists() and not list(home.iterdir())
 
 
 def test_somebody_elses_file_is_not_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.touch(0o700)
-    assert cpu.is_private(path)
+    assert compiler.is_private(path)
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
-    assert not cpu.is_private(path)
+    assert not compiler.is_private(path)
 
 
 def test_a_home_that_is_no_directory(home: Path) -> None:
     home.write_text("a file")
-    with cpu.private_directory() as directory:
+    with compiler.private_directory() as directory:
         assert directory != home and directory.is_dir()
 
 
@@ -288,7 +308,7 @@ def test_without_a_compiler_torch_goes_on(
 
 def build_in(directory: str, barrier: Any, results: Any) -> None:
     barrier.wait(60)
-    results.put(cpu.build(TINY, Path(directory), cpu.compiler()).name)
+    results.put(compiler.build(TINY, Path(directory), compiler.compiler()).name)
 
 
 @needs_compiler
@@ -354,6 +374,7 @@ def test_which_model_runs(dtype: str, compiled: bool) -> None:
 @needs_compiler
 def test_a_bad_id_is_an_error_and_no_strange_read() -> None:
     case = build(CHOSEN["a whole block at once"])
+    case.meta.block_table = case.meta.block_table.clone()
     case.meta.block_table[0, 0] = case.kv_cache.shape[1]
     with pytest.raises(IndexError, match="outside of the pool"):
         CpuBackend().read(case.query, case.kv_cache, case.meta, case.scale)

@@ -106,8 +106,8 @@ def parser() -> argparse.ArgumentParser:
     )
     d.add_argument("metrics", nargs="+", metavar="METRICS", help="RUN.jsonl, or one or two snapshots")
     d.add_argument("--seconds", type=float, metavar="FLOAT", help="time between the two snapshots")
-    d.add_argument("--max-num-seqs", type=int, metavar="INT", help="the server's setting; the metrics lack it")
-    d.add_argument("--max-num-batched-tokens", type=int, metavar="INT", help="the server's setting; the metrics lack it")
+    for setting in ("--max-num-seqs", "--max-num-batched-tokens"):
+        d.add_argument(setting, type=int, metavar="INT", help="of the server; its metrics lack it")
     for p in (w, g):
         _options(p, "sampling", _SAMPLING)
         _options(p, "engine", _ENGINE)
@@ -305,7 +305,8 @@ def diagnose_command(args: argparse.Namespace) -> None:
     "Prints a verdict, its evidence and what the numbers cannot tell."
     from walkvllm.prometheus import Settings, diagnose_files
 
-    print(*diagnose_files(args.metrics, Settings(args.seconds, args.max_num_seqs, args.max_num_batched_tokens)), sep="\n")
+    settings = Settings(args.seconds, args.max_num_seqs, args.max_num_batched_tokens)
+    print(*diagnose_files(args.metrics, settings), sep="\n")
 
 # %% ../nbs/16b_command_line.ipynb #91718631
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels.cpu import PackedLinear, add_rms_norm, rope_and_write, silu_and_mul
+from .kernels.cpu import add_rms_norm, make_linear, rope_and_write, silu_and_mul
 from .models import CausalLM, layer_weights, rope_table
 from .spec import ModelSpec
 
@@ -53,11 +53,11 @@ class CompiledLM(CausalLM):
         "Takes what `load_weights` returned, and keeps packed copies of the matrices."
         self.spec, self.scale = spec, spec.head_dim**-0.5
         self.embed_tokens, self.norm = weights["embed_tokens.weight"], weights["norm.weight"].float()
-        self.head = PackedLinear(weights.get("lm_head.weight", self.embed_tokens))
+        self.head = make_linear(weights.get("lm_head.weight", self.embed_tokens))
         self.packed, self.norms = [], []
         for i in range(spec.num_layers):
             layer = layer_weights(spec, weights, i)
-            self.packed.append([PackedLinear(layer[f"{m}.weight"], layer.get(f"{m}.bias")) for m in MATRICES])
+            self.packed.append([make_linear(layer[f"{m}.weight"], layer.get(f"{m}.bias")) for m in MATRICES])
             names = "input_layernorm", "post_attention_layernorm", "qk_norm"
             self.norms.append([layer[f"{n}.weight"].float() if f"{n}.weight" in layer else None for n in names])
         longest = max(spec.max_position_embeddings, spec.derived_max_model_len)

@@ -31,6 +31,7 @@ from walkvllm.frames import (
     UtilityCall,
     UtilityReply,
     pack,
+    schema,
     unpack,
     write_down,
 )
@@ -224,7 +225,7 @@ def run_engine_core(directory: Path) -> int:
         socket.set_hwm(0)  # never wait for a reader, never drop
         socket.connect(f"ipc://{directory / name}")
     input_socket, output_socket = sockets
-    input_socket.send_multipart(pack(Kind.HELLO, Hello(os.getpid(), time.perf_counter())))
+    input_socket.send_multipart(pack(Kind.HELLO, Hello(os.getpid(), time.perf_counter(), schema())))
     _, init = unpack(input_socket.recv_multipart(), {Kind.INIT})
     received = time.perf_counter()
     try:

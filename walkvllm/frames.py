@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from .messages import EngineCoreOutputs, EngineCoreRequest
 
 # %% auto #0
 __all__ = ['FROM_CALLER', 'FROM_CORE', 'RECORDS', 'Kind', 'Hello', 'Init', 'Ready', 'Problem', 'UtilityCall',
-           'UtilityReply', 'write_down', 'error_from', 'pack', 'BadFrame', 'unpack']
+           'UtilityReply', 'schema', 'write_down', 'error_from', 'pack', 'BadFrame', 'unpack']
 
 # %% ../nbs/04b_frames.ipynb #00114466
 class Kind(enum.Enum):
@@ -50,6 +51,7 @@ class Hello(msgspec.Struct):
 
     pid: int
     clock: float  # what its clock shows: time.perf_counter(), whose zero is its own
+    schema: int = 0  # what `schema()` says there: two that differ in it would not understand each other
 
 
 class Init(msgspec.Struct):
@@ -106,6 +108,11 @@ RECORDS: dict[Kind, Any] = {
     Kind.REPLY: UtilityReply,
     Kind.DEAD: Problem,
 }
+
+
+def schema() -> int:
+    "A number that stands for all records and their types: another one where the code has other records."
+    return crc32(str(msgspec.inspect.multi_type_info(RECORDS.values())).encode())
 
 # %% ../nbs/04b_frames.ipynb #027dd81d
 def write_down(error: BaseException) -> Problem:

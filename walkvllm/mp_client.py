@@ -37,6 +37,7 @@ from walkvllm.frames import (
     UtilityReply,
     error_from,
     pack,
+    schema,
     unpack,
 )
 from .messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
@@ -195,6 +196,8 @@ def handshake(child: CoreProcess, config: VllmConfig) -> tuple[Ready, ClockOffse
     except ValueError:
         raise ValueError(f"VLLM_ENGINE_READY_TIMEOUT_S={wish!r} must be a number of seconds") from None
     hello: Hello = receive_from_child(child, {Kind.HELLO}, deadline)[1]
+    if hello.schema != schema():  # the child has imported what lies on the disk now, and we what lay there earlier
+        raise RuntimeError("walkvllm has changed on disk since this process imported it; start this process again")
     clock = ClockOffset()
     clock.heard(hello.clock, time.perf_counter())
     frames, sent = pack(Kind.INIT, Init(config, caller_threads())), time.perf_counter()
