@@ -23,6 +23,7 @@ help:
 	@echo "make build      the edited text back into pages, modules, outputs (PAGES=\"06 07\" for some)"
 	@echo "make check      say where pages, modules and outputs disagree     (PAGES=\"06 07\" for some)"
 	@echo "make oracle     our scheduler's decisions beside those of the real vLLM 0.22.0   (N=200 SEED=...)"
+	@echo "make bench      walkvllm beside transformers: same weights, threads, work   (ARGS=\"--help\" for more)"
 	@echo "make bench-schedule  what a step of the scheduler costs, beside vLLM 0.22.0"
 	@echo "make bench-boundary  what the process boundary costs, and a recorded run: the data of pages 04b, 05 and 16c"
 	@echo "make bench-trace     what a step costs with nobody listening, and with a recording: the data of page 16e"
@@ -62,7 +63,10 @@ test-site: site
 text build check: setup-test
 	@$(PY) tools/pages.py $@ $(PAGES)
 
-.PHONY: bench-boundary bench-trace fault-table
+.PHONY: bench bench-boundary bench-trace fault-table
+bench: setup-test
+	@$(PY) tools/bench/run.py $(ARGS)
+
 bench-boundary: setup-test
 	@$(PY) tools/bench_boundary.py
 	@$(PY) tools/pages.py run 04b 05 16c

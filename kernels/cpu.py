@@ -243,7 +243,10 @@ int attention_REAL(float *out, const float *q, long q_stride, const REAL *k_cach
                    const int32_t *table, long table_stride, const int32_t *seq_lens, const int32_t *starts,
                    long requests, long heads, long kv_heads, long dim, long block_size, long blocks,
                    long most_queries, float scale, long threads) {
-  long tokens = starts[requests], parts = tokens < threads ? kv_heads : 1, group = heads / kv_heads, bad = 0;
+  long work = 0, bad = 0;
+  for (long r = 0; r < requests; r++) work += (starts[r + 1] - starts[r]) * seq_lens[r] * heads * dim;
+  threads = work < 50000 ? 1 : threads;
+  long tokens = starts[requests], parts = tokens < threads ? kv_heads : 1, group = heads / kv_heads;
   _Pragma("omp parallel for num_threads(threads) schedule(dynamic)")
   for (long item = 0; item < tokens * parts; item++) {
     long t = item / parts, r = 0, end = requests;

@@ -64,8 +64,8 @@ def many(number: int, tokens: tuple[int, int], answer: tuple[int, int]) -> Asks:
 
 def talk_and_read(rng: random.Random) -> list[Ask]:
     """Some that decode, and long prompts that come in between."""
-    talkers = [Ask(rng.randint(6, 12), 60) for _ in range(4)]
-    return talkers + [Ask(rng.randint(400, 480), 1, after=3 + 2 * i) for i in range(7)]
+    talkers = [Ask(rng.randint(6, 12), 160) for _ in range(4)]
+    return talkers + [Ask(rng.randint(400, 480), 1, after=3 + 2 * i) for i in range(9)]
 
 
 def large_and_small(rng: random.Random) -> list[Ask]:

@@ -27,7 +27,7 @@ from walkvllm.recording import record_walk
 from walkvllm.replay import states
 from walkvllm.sampling_params import SamplingParams
 from walkvllm.show import example
-from walkvllm.trace import Run
+from walkvllm.trace import Run, record
 
 chrome = test_site.browser  # the fixture
 site = pytest.mark.site
@@ -256,6 +256,44 @@ def test_follow_a_request(chrome: Any, page: str) -> None:
     assert set(ask(chrome, host, dim)) == {"0true", "1false", "2true", "false"}
     ask(chrome, host, "$('[data-name=sum]').click()")
     assert set(ask(chrome, host, dim)) == {"0false", "1false", "2false", "false"}
+
+
+WILD = ["</script><b>", "\u202ebackwards", "\u05e9\u05dc\u05d5\u05dd", "a\nb", 'q"uo\'te', "🙂", "x" * 3000, "0_a", "a", "__proto__",
+        "&lt;", "<!--", " "]  # fmt: skip
+
+
+@site
+@test_site.needs_browser
+@pytest.mark.parametrize("width", [390, 1440])
+def test_odd_names_and_many(chrome: Any, tmp_path: Path, width: int) -> None:
+    """Names that are markup, that turn a line round or have no end, and more requests than there is room for buttons."""
+    engine = example.llm(max_num_seqs=8).llm_engine
+    with record(engine) as run:
+        for i, name in enumerate([*WILD, *WILD[:2], *map(str, range(30))]):
+            if i == len(WILD):
+                while engine.has_unfinished_requests():
+                    engine.step()
+            engine.add_request(name, f"Once {name[:30]} was", SamplingParams(temperature=0.0, max_tokens=3))
+        engine.abort_request("29")
+        while engine.has_unfinished_requests():
+            engine.step()
+    shown, path = Player(run), tmp_path / "odd.html"
+    path.write_text(THEME + shown._repr_html_(), encoding="utf-8")
+    test_site.size(chrome, width)
+    chrome.get_log("browser")
+    chrome.get(path.as_uri())
+    host = chrome.execute_script("return document.querySelector('.walk-player > :not(.still)')")
+    names = [q["name"] for q in shown.data["runs"][0]["requests"]]
+    assert len(set(names)) == len(names) == len(WILD) + 32 and "</script><b> (2)" in names
+    assert ask(chrome, host, "return [...$('.pick').options].map(o => o.value)") == ["", *names]
+    mine = [i for i, frame in enumerate(shown.data["runs"][0]["frames"]) if names.index("29") in frame["w"]]
+    follow = "$('.pick').value = '29'; $('.pick').dispatchEvent(new Event('change', { bubbles: true }));"
+    ask(chrome, host, follow)
+    for i in mine:
+        assert ask(chrome, host, "$('[data-do=next]').click(); return Number($('.slide').value)") == i
+        assert not ask(chrome, host, LOOK), i
+    assert ask(chrome, host, "return $$('.player :is(b, script):not(.stop b)').length") == 0
+    assert not [e["message"] for e in chrome.get_log("browser") if e["level"] in ("SEVERE", "ERROR")]
 
 
 @site

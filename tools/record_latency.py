@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from types import UnionType
+from typing import Any, get_origin
 
 import torch
 from cells import ROOT
@@ -21,10 +22,10 @@ import diseases  # type: ignore[import-not-found]  # noqa: E402
 from diseases import CHILD, IN_PROCESS, Ask, Case, Ward, many  # noqa: E402
 from msgspec.structs import replace as changed  # noqa: E402
 
-from walkvllm.blame import BUDGET, HEAD, STALL, THRASH  # noqa: E402
+from walkvllm.blame import BUDGET, CONSUME, HEAD, STALL, THRASH  # noqa: E402
+from walkvllm.events import FACTS, Run  # noqa: E402
 from walkvllm.latency import diagnose  # noqa: E402
 from walkvllm.metrics import lives_of, request_metrics, steps_of  # noqa: E402
-from walkvllm.trace import Run  # noqa: E402
 
 DATA = ROOT / "walkvllm" / "data"
 READ = {  # the facts of each stop that pages 17b and 17c read
@@ -40,16 +41,25 @@ CASES = {
     "thrash": replace(diseases.CASES[THRASH], asks=lambda rng: [Ask(6, 60)] * 2 + [Ask(5, 24) for _ in range(10)],
                       engine={"num_gpu_blocks_override": 18, "max_model_len": 128}),
     "head": replace(diseases.CASES[HEAD], asks=lambda rng: [Ask(200, 40), Ask(300, 2), *[Ask(9, 4)] * 10]),
-    "stall": diseases.CASES[STALL],
+    "stall": replace(diseases.CASES[STALL], asks=lambda rng: [Ask(9, 60)] * 4
+                     + [Ask(440, 1, after=3 + 2 * i) for i in range(7)]),
 }  # fmt: skip
 
 
+def empty(kind: Any) -> Any:
+    """Nothing, in the type of a fact."""
+    if isinstance(kind, UnionType):
+        return None
+    return [0, 0] if get_origin(kind) is tuple else (get_origin(kind) or kind)()
+
+
 def slim(run: Run) -> Run:
-    """The run without what page 17b does not read."""
+    """The run with nothing in the facts that pages 17b and 17c do not read."""
     events = []
     for event in run.events:
         if event.stop in READ:
-            facts: dict[str, Any] = {name: event.facts[name] for name in READ[event.stop]}
+            facts: dict[str, Any] = {name: empty(kind) for name, kind in FACTS[event.stop].items()}
+            facts |= {name: event.facts[name] for name in READ[event.stop]}
             if event.stop == "scheduled":
                 facts |= {"waiting": facts["waiting"][:1], "preempted": dict.fromkeys(facts["preempted"], [])}
             times = {"began": round(event.began, 5), "ended": round(event.ended, 5)}
@@ -81,6 +91,8 @@ def main() -> None:
     for name, case in CASES.items():
         runs[name] = ward.produce_case(case, IN_PROCESS)
     ward.close()
+    if diagnose(runs["second"]).verdict != CONSUME:
+        sys.exit("the machine is too busy: the two runs do not look alike; nothing is written")
     for name, run in runs.items():
         small = slim(run)
         small.save(path := DATA / f"latency_{name}.jsonl")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 # %% auto #0
-__all__ = ['VERSION', 'PAGES', 'Event', 'Listener', 'Run', 'Version', 'Header', 'parse']
+__all__ = ['VERSION', 'PAGES', 'NAMES', 'IDS', 'LISTS', 'COUNTS', 'TEXTS', 'WHO', 'QUEUES', 'BACK', 'RANK',
+           'UNFINISHED', 'SNAPSHOT', 'FACTS', 'KINDS', 'Event', 'Listener', 'Run', 'Version', 'Header', 'parse']
 
 # %% ../nbs/16e_events.ipynb #735020f9
 VERSION = 1  # of the record below and of the meaning of its facts; a reader refuses what is newer
@@ -23,8 +24,8 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     stop: str  # its name, one of PAGES
     page: str  # the page that explains it
-    process: str  # "caller" or "core"; in one process too
-    track: str  # which thread: "caller", "core: main thread", "core: input thread", "core: output thread"
+    process: Literal["caller", "core"]  # in one process too
+    track: Literal["caller", "core: main thread", "core: input thread", "core: output thread"]  # which thread
     step: int  # of the core, counted from the beginning of the recording; 0: in no step
     began: float  # seconds on the caller's clock since the recording began
     ended: float
@@ -48,6 +49,45 @@ class Listener(Protocol):
 
     def __call__(self, stop: str, *objects: Any) -> None:
         "What this thread has begun, or has done since its last event, is done. The objects tell what it was."
+
+# %% ../nbs/16e_events.ipynb #8ec2f1ea
+NAMES, IDS, LISTS, COUNTS, TEXTS = list[str], list[int], dict[str, list[int]], dict[str, int], dict[str, str]
+WHO = {"request": str}
+QUEUES = {"waiting": NAMES, "num_waiting": int, "running": NAMES}
+BACK = {"released": LISTS, "remembered": IDS, "free_blocks": int}
+RANK = {"prompt_tokens": int, "priority": int, "arrival": float}
+UNFINISHED = msgspec.defstruct("Unfinished", list({**RANK, "token_ids": IDS}.items()))
+SNAPSHOT = {
+    "waiting": NAMES, "running": NAMES, "unfinished": dict[str, UNFINISHED], "blocks": LISTS,  # type: ignore[valid-type]
+    "free": IDS, "remembered": IDS, "in_flight": int,
+}  # fmt: skip
+FACTS: dict[str, dict[str, Any]] = {
+    "recording began": SNAPSHOT,
+    "input processed": WHO | {"tokens": int, "token_ids": IDS, "text": str | None, "max_tokens": int | None, "n": int},
+    "message encoded": WHO | {"bytes": int},
+    "message sent": WHO,
+    "message decoded": WHO | {"bytes": int},
+    "added": WHO | RANK | QUEUES,
+    "aborted": {"requests": NAMES} | BACK | QUEUES,
+    "waited": {},
+    "scheduled": QUEUES | {
+        "remembered": IDS, "free_blocks": int, "tokens": COUNTS, "decode": NAMES, "computed_before": COUNTS, "cached": COUNTS,
+        "blocks": LISTS, "preempted": LISTS, "budget": int, "left": int, "why": str, "kv_usage": float, "named": COUNTS,
+    },
+    "executed": {
+        "query_start_loc": IDS, "positions": LISTS, "slots": LISTS, "seq_lens": COUNTS, "logits": tuple[int, int],
+        "prompt_incomplete": NAMES,
+    },
+    "sampled": {"token_ids": LISTS, "texts": TEXTS},
+    "updated": BACK | QUEUES | {"token_ids": LISTS, "finished": TEXTS, "all_blocks": int, "named": COUNTS},
+    "outputs encoded": {"requests": NAMES, "bytes": int},
+    "outputs decoded": {"requests": NAMES},
+    "text out": {"told": NAMES, "new_texts": TEXTS, "finished": TEXTS, "requests": NAMES, "aborted_in_core": NAMES},
+    "taken": WHO | {"finished": bool, "lay": float},
+    "prefix cache reset": {"done": bool, "in_flight": int},
+    "recording ended": SNAPSHOT,
+}  # fmt: skip
+KINDS = {stop: msgspec.defstruct("Facts", list(facts.items())) for stop, facts in FACTS.items()}
 
 # %% ../nbs/16e_events.ipynb #25d8d26c
 class Run:
@@ -87,6 +127,8 @@ class Run:
         for number, event in enumerate(events, 2):
             if PAGES.get(event.stop) != event.page:
                 raise ValueError(f"{path}, line {number}: stop={event.stop!r} is not one of version {VERSION}")
+            if event.facts or event.stop != "executed":  # it has none if nobody was scheduled
+                parse(path, number, event.facts, KINDS[event.stop])
         return cls(header.engine, events, header.dropped, header.problem)
 
     def to_perfetto(self, path: str | Path | None = None) -> str:
@@ -120,9 +162,9 @@ class Header(Version, forbid_unknown_fields=True):
     problem: str
 
 
-def parse(path: str | Path, number: int, line: bytes, kind: type[Any]) -> Any:
-    "A line of a saved run. ValueError says which line is wrong, and how."
+def parse(path: str | Path, number: int, line: bytes | dict[str, Any], kind: type[Any]) -> Any:
+    "A line of a saved run, or the facts in it. ValueError says which line is wrong, and how."
     try:
-        return msgspec.json.decode(line, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(line, type=kind) if isinstance(line, bytes) else msgspec.convert(line, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}, line {number}: {error}") from None

@@ -6,27 +6,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha1
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
+
+from .events import Event
 from .recording import record_walk
 from .show import STOPS, colours, example, show_budget, show_table, token_text
+from .replay import Replay
 from .replay import State as ReplayState
-from .replay import states
-from .trace import record
+from .trace import Run, record
 from .walk import QUEUE_SHOWN, Stop, lines
 
-if TYPE_CHECKING:
-    from walkvllm.events import Event
-    from walkvllm.trace import Run
-
 # %% auto #0
-__all__ = ['State', 'Facts', 'Numbers', 'OF_THE_STEP', 'NO_FRAME', 'PANELS', 'PARTS', 'ARRIVALS', 'frames', 'state_at',
-           'example_run', 'Player', 'played', 'busiest', 'rerun', 'experiment']
+__all__ = ['State', 'Facts', 'Numbers', 'OF_THE_STEP', 'NO_FRAME', 'TURNS', 'PANELS', 'PARTS', 'ARRIVALS', 'frames',
+           'state_at', 'example_run', 'Player', 'played', 'busiest', 'rerun', 'experiment']
 
 # %% ../nbs/16d_player.ipynb #2ecd25cb
 State = dict[str, Any]  # "waiting": [0, 2], "held.0": [1, 2, 3], "computed.0": 16, "text.0": "By the", ...
@@ -40,7 +40,7 @@ def _replayed(there: ReplayState, number: Numbers) -> State:
     s: State = {"waiting": waiting, "num_waiting": len(there.waiting)}
     s |= {"running": [number[name][0] for name in there.running]}
     s |= {"free": len(there.free), "remembered": sorted(there.remembered)}
-    s |= {f"held.{number[name][0]}": blocks for name, blocks in there.blocks.items()}
+    s |= {f"held.{number[name][0]}": list(blocks) for name, blocks in there.blocks.items()}
     s |= {f"made.{number[name][0]}": len(ids) for name, ids in there.token_ids.items() if ids}
     s |= {f"text.{number[name][0]}": text for name, text in there.texts.items() if text}
     return s | {f"done.{number[name][0]}": str(why) for name, why in there.finished.items()}
@@ -89,17 +89,59 @@ def _changed_hands(before: State, now: State) -> State:
     return {"taken": taken, "back": back}
 
 # %% ../nbs/16d_player.ipynb #07054e0b
-_LISTS = ("request", "waiting", "running", "decode", "requests", "told")
+TURNS = {c: "\ufffd" for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # would turn the rest of a line round
+_LISTS = ("request", "requests", "waiting", "running", "decode", "told", "prompt_incomplete", "aborted_in_core")
 
 
-def _number(events: Sequence[Event]) -> tuple[list[str], Numbers]:
+def _renamed(event: Event, now: Mapping[str, str]) -> Event:
+    "The event with new names for some requests."
+    facts = Facts()
+    for key, value in event.facts.items():
+        if key in _LISTS and value is not None:
+            value = now.get(value, value) if isinstance(value, str) else [now.get(n, n) for n in value]
+        elif isinstance(value, dict):
+            value = {now.get(k, k): v for k, v in value.items()}
+        facts[key] = value
+    return msgspec.structs.replace(event, request=now.get(str(event.request), event.request), facts=facts)
+
+
+def _apart(events: Sequence[Event]) -> tuple[list[Event], dict[str, int]]:
+    "The events with a name of its own for each of the core's requests; by that name, which event has read its prompt."
+    there = next((e.facts["unfinished"] for e in events if e.stop == "recording began"), ())
+    now, made, read, last = dict[str, str](), list[Event](), dict[str, int](), -1
+    count: Counter[str] = Counter()
+
+    def comes(name: str) -> str:
+        label = (name if len(name) <= 48 else f"{name[:47]}…").translate(TURNS)
+        count[label] += 1
+        now[name] = label if count[label] == 1 else f"{label} ({count[label]})"
+        return now[name]
+
+    for name in there:
+        comes(name)
+    for event in events:
+        if event.stop == "input processed":
+            last = len(made)
+        elif event.stop == "message encoded":
+            name = comes(str(event.request))
+            if last >= 0:
+                read[name] = last
+        made.append(_renamed(event, now))
+    for name, i in read.items():  # what has read a prompt is about all requests that the core got of it
+        facts = made[i].facts | {"told": [*made[i].facts.get("told", ()), name]}
+        made[i] = msgspec.structs.replace(made[i], facts=facts | ({"request": name} if facts["n"] == 1 else {}))
+    return made, read
+
+# %% ../nbs/16d_player.ipynb #4ab35a2b
+def _number(events: Sequence[Event], read: Mapping[str, int]) -> tuple[list[str], Numbers]:
     "The core's requests, and the numbers behind each name, the core's or the caller's."
     there: list[str] = next((list(e.facts["unfinished"]) for e in events if e.stop == "recording began"), [])
     came = [e.facts["request"] for e in events if e.stop in ("message encoded", "added")]
     core = list(dict.fromkeys([*there, *came]))
     number = {name: [i] for i, name in enumerate(core)}
-    for name in {e.facts["request"] for e in events if e.stop == "input processed"} - set(core):
-        number[name] = [i for i, one in enumerate(core) if one.partition("_")[2] == name]
+    for name, i in read.items():
+        if (parent := events[i].facts["request"]) not in core:
+            number.setdefault(parent, []).extend(number[name])
     return core, number
 
 
@@ -119,7 +161,7 @@ def _concerned(stop: str, f: Facts) -> list[int]:
     "The requests that an event is about."
     if stop == "updated":
         return sorted({*f["token_ids"], *f["finished"], *f["released"]})
-    keys = {"sampled": "token_ids", "scheduled": "tokens", "executed": "positions", "text out": "told"}
+    keys = {"input processed": "told", "sampled": "token_ids", "scheduled": "tokens", "executed": "positions", "text out": "told"}
     return sorted(f.get(keys.get(stop, "request" if "request" in f else "requests")) or ())
 
 # %% ../nbs/16d_player.ipynb #0697ed3d
@@ -133,6 +175,7 @@ def _sentences(event: Event, s: State, number: Numbers, blocks: int) -> list[lis
         name, f = "blocks home", everyone
     said = lines(Stop(event.page, name, event.step, f, {}), 10**6)
     page = f"{event.page} {STOPS.get(event.page, ('',))[0]}"
+    said = [line.translate(TURNS) for line in said]
     return [[line[2:18].strip(), line[18:].strip()] for line in said] or [[page, _plain(name, f)]]
 
 
@@ -151,7 +194,10 @@ def _plain(name: str, f: Facts) -> str:
 def _fold(run: Run, number: Numbers) -> list[dict[str, Any]]:
     "A frame per event: page, stop, step, whom it concerns, what is said about it, and what has changed."
     frames, shown, kept, before = list[dict[str, Any]](), State(), State(), State()
-    for event, there in zip(run.events, states(run), strict=True):
+    replay = Replay(run.engine)
+    for i, event in enumerate(run.events):
+        replay.play(i, event)
+        there = replay.state
         if event.stop in NO_FRAME:
             continue
         facts, now = _numbered(event.facts, number), _replayed(there, number)
@@ -168,21 +214,34 @@ def _fold(run: Run, number: Numbers) -> list[dict[str, Any]]:
 
 # %% ../nbs/16d_player.ipynb #cfed4eaf
 def frames(run: Run, words: Callable[[int], str] = token_text) -> dict[str, Any]:
-    "What player.js draws of a run: the engine's settings, the requests with their tokens as words, a frame per event."
-    core, number = _number(run.events)
-    asked = {i: e.facts for e in run.events if e.stop == "input processed" for i in number[e.facts["request"]]}
-    made: list[list[int]] = [[] for _ in core]
-    for event in run.events:
-        for name, ids in event.facts["token_ids"].items() if event.stop == "sampled" else ():
-            made[number[name][0]] += ids
+    """What player.js draws of a run: the engine's settings, the requests with their tokens as words, a frame per event.
+
+    ValueError if the run contradicts itself.
+    """
+    try:
+        return _frames(run, words)
+    except (KeyError, IndexError) as error:
+        raise ValueError(f"Player: the events of this run do not fit together: {error!r}") from error
+
+
+def _frames(run: Run, words: Callable[[int], str]) -> dict[str, Any]:
+    events, read = _apart(run.events)
+    core, number = _number(events, read)
+    there = next((e.facts["unfinished"] for e in events if e.stop == "recording began"), {})
+    made: dict[str, list[int]] = {name: list(there[name]["token_ids"]) if name in there else [] for name in core}
+    for event in events:
+        for name, new in event.facts["token_ids"].items() if event.stop == "sampled" else ():
+            made[name] += new
     colour = colours(core)
     requests = []
-    for i, name in enumerate(core):
-        ids = asked[i]["token_ids"] if i in asked else []
-        known = {"prompt": len(ids), "max": asked.get(i, {}).get("max_tokens")}
-        ids = [*ids, *made[i]]
-        requests.append({"name": name, "colour": colour[name], **known, "ids": ids, "words": [words(t) for t in ids]})
-    return {"engine": run.engine, "requests": requests, "frames": _fold(run, number)}
+    for name in core:
+        asked = events[read[name]].facts if name in read else {}
+        # of a prompt that was read before the recording began we know how long it is
+        prompt = asked["token_ids"] if asked else [None] * there.get(name, {}).get("prompt_tokens", 0)
+        ids = [*prompt, *made[name]]
+        known = {"name": name, "colour": colour[name], "prompt": len(prompt), "max": asked.get("max_tokens")}
+        requests.append(known | {"ids": ids, "words": [None if t is None else words(t) for t in ids]})
+    return {"engine": run.engine, "requests": requests, "frames": _fold(Run(run.engine, events), number)}
 
 # %% ../nbs/16d_player.ipynb #3ccc96e9
 def state_at(drawn: dict[str, Any], i: int) -> State:
@@ -196,8 +255,6 @@ def state_at(drawn: dict[str, Any], i: int) -> State:
 @lru_cache(maxsize=1)
 def example_run() -> Run:
     "The running example, recorded once."
-    from walkvllm.trace import Run
-
     stored = files("walkvllm") / "data" / "example_run.jsonl"
     if stored.is_file():
         return Run.load(str(stored))
@@ -340,8 +397,9 @@ def _still(data: dict[str, Any], start: int) -> str:
     steps = [{names[r]: n for r, n, _ in budget["spent"]} for budget in budgets]
     end = state_at(run, len(run["frames"]) - 1)
     ends = [{"request": n, "text": end.get(f"text.{i}", "")} for i, n in enumerate(names)]
-    bars = show_budget(steps, run["engine"]["max_num_batched_tokens"]).html
-    return f"<div>{stops}</div><div><b>{place}: {first['n']}</b></div>{said}{bars}{show_table(ends).html}"
+    bars = show_budget(steps, run["engine"]["max_num_batched_tokens"]).html if steps else ""
+    table = show_table(ends).html if ends else ""
+    return f"<div>{stops}</div><div><b>{place}: {first['n']}</b></div>{said}{bars}{table}"
 
 
 def _told(frames: list[dict[str, Any]]) -> list[str]:

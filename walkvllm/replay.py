@@ -74,7 +74,7 @@ class Replay:
                 change(self, event)
             if event.process == "core":
                 self.agree(event.facts)
-        except (KeyError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             what = f"{error} is not known here" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"event {number}, {event.stop!r} of step {event.step}: {what}") from None
 

