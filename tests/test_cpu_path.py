@@ -221,7 +221,7 @@ MUTANTS = {
 def test_mutants_are_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     what, good, bad = MUTANTS[name]
     assert good in cpu.SOURCE
-    monkeypatch.setattr(compiler, "FLAGS", [f for f in compiler.FLAGS if f != "-O3"])  # seconds of compiling, for nothing
+    monkeypatch.setattr(compiler, "FLAGS", [f for f in compiler.FLAGS if f != "-O3"])  # it takes seconds
     mutant = cpu.load(compiler.build(cpu.SOURCE.replace(good, bad), tmp_path, compiler.compiler()))
     monkeypatch.setattr(cpu, "library", lambda: mutant)
     with pytest.raises(AssertionError):

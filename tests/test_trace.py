@@ -547,7 +547,7 @@ def test_bad_files_are_refused(crowded: Run, tmp_path: Path) -> None:
 def test_facts_of_another_kind_are_refused(crowded: Run, tmp_path: Path) -> None:
     """Each fact of each kind of event: left out, and of another type."""
     path, places = tmp_path / "run.jsonl", {event.stop: i for i, event in enumerate(crowded.events) if event.facts}
-    for stop, i in places.items():
+    for i in places.values():
         event = crowded.events[i]
         for name, value in event.facts.items():
             wrong: Any = 5 if isinstance(value, (str, list, dict)) or value is None else "5"

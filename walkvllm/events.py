@@ -71,7 +71,8 @@ FACTS: dict[str, dict[str, Any]] = {
     "aborted": {"requests": NAMES} | BACK | QUEUES,
     "waited": {},
     "scheduled": QUEUES | {
-        "remembered": IDS, "free_blocks": int, "tokens": COUNTS, "decode": NAMES, "computed_before": COUNTS, "cached": COUNTS,
+        "remembered": IDS, "free_blocks": int,
+        "tokens": COUNTS, "decode": NAMES, "computed_before": COUNTS, "cached": COUNTS,
         "blocks": LISTS, "preempted": LISTS, "budget": int, "left": int, "why": str, "kv_usage": float, "named": COUNTS,
     },
     "executed": {

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from .events import Event
-from .recording import record_walk
 from .show import STOPS, colours, example, show_budget, show_table, token_text
 from .replay import Replay
 from .replay import State as ReplayState
 from .trace import Run, record
+from .trace import example_run as stored_run
 from .walk import QUEUE_SHOWN, Stop, lines
 
 # %% auto #0
@@ -89,7 +89,7 @@ def _changed_hands(before: State, now: State) -> State:
     return {"taken": taken, "back": back}
 
 # %% ../nbs/16d_player.ipynb #07054e0b
-TURNS = {c: "\ufffd" for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # would turn the rest of a line round
+TURNS = dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd")  # would turn the rest of a line round
 _LISTS = ("request", "requests", "waiting", "running", "decode", "told", "prompt_incomplete", "aborted_in_core")
 
 
@@ -161,7 +161,8 @@ def _concerned(stop: str, f: Facts) -> list[int]:
     "The requests that an event is about."
     if stop == "updated":
         return sorted({*f["token_ids"], *f["finished"], *f["released"]})
-    keys = {"input processed": "told", "sampled": "token_ids", "scheduled": "tokens", "executed": "positions", "text out": "told"}
+    keys = {"input processed": "told", "text out": "told", "sampled": "token_ids"}
+    keys |= {"scheduled": "tokens", "executed": "positions"}
     return sorted(f.get(keys.get(stop, "request" if "request" in f else "requests")) or ())
 
 # %% ../nbs/16d_player.ipynb #0697ed3d
@@ -227,7 +228,7 @@ def frames(run: Run, words: Callable[[int], str] = token_text) -> dict[str, Any]
 def _frames(run: Run, words: Callable[[int], str]) -> dict[str, Any]:
     events, read = _apart(run.events)
     core, number = _number(events, read)
-    there = next((e.facts["unfinished"] for e in events if e.stop == "recording began"), {})
+    there: Facts = next((e.facts["unfinished"] for e in events if e.stop == "recording began"), {})
     made: dict[str, list[int]] = {name: list(there[name]["token_ids"]) if name in there else [] for name in core}
     for event in events:
         for name, new in event.facts["token_ids"].items() if event.stop == "sampled" else ():
@@ -254,11 +255,8 @@ def state_at(drawn: dict[str, Any], i: int) -> State:
 # %% ../nbs/16d_player.ipynb #464f4af0
 @lru_cache(maxsize=1)
 def example_run() -> Run:
-    "The running example, recorded once."
-    stored = files("walkvllm") / "data" / "example_run.jsonl"
-    if stored.is_file():
-        return Run.load(str(stored))
-    return record_walk(example.llm(), example.prompts, example.params, example.names)
+    "The running example, as it was recorded once (page 16e)."
+    return stored_run()
 
 # %% ../nbs/16d_player.ipynb #308ce92e
 def _script() -> str:

@@ -90,7 +90,9 @@ def _chip(number: str, here: str, style: str = "") -> str:
     "One stop of the map: a link, filled if the reader is there."
     name, page = STOPS[number]
     lit = number == here[:2]
-    look = f"background:{PALETTE[1]};color:#fff;font-weight:600;letter-spacing:-.04em" if lit else "color:inherit;border:1px solid #88888866"
+    look = "color:inherit;border:1px solid #88888866"
+    if lit:  # bold letters are wider, and "sampling" is to stay one word on a telephone
+        look = f"background:{PALETTE[1]};color:#fff;font-weight:600;letter-spacing:-.06em"
     up = "../" if here in KERNEL_PAGES else ""
     return (
         f'<a href="{up}{page}.ipynb"{" aria-current=page" if lit else ""} style="display:block;padding:3px 2px;'
