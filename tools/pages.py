@@ -322,7 +322,7 @@ def main() -> None:
     parser.add_argument("command", choices=["text", "build", "export", "run", "check", "show"])
     parser.add_argument("page", nargs="*", metavar="PAGE")
     parser.add_argument("--no-run", action="store_true", help="build: keep the stored outputs, run nothing")
-    parser.add_argument("--force", action="store_true", help="build: take the text, though the notebook is newer; text: the other way round")
+    parser.add_argument("--force", action="store_true", help="take the text (build) or page (text), though it is older")
     args = parser.parse_intermixed_args()
     if args.no_run and args.command != "build" or args.force and args.command not in ("build", "text"):
         parser.error("--no-run belongs to build, --force to build and text")
