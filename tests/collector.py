@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, CellItem):
             continue  # it looks itself, since a cell also runs on the way to a later one
         for flag in ALL_FLAGS:
-            if item.get_closest_marker(flag) and flag not in wanted and not (flag == "cuda" and cells.has_cuda()):
+            if item.get_closest_marker(flag) and flag not in wanted and not cells.HERE.get(flag, bool)():
                 item.add_marker(pytest.mark.skip(reason=f"needs --flags {flag}"))
 
 

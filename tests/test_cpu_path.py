@@ -294,6 +294,10 @@ def test_a_home_that_is_no_directory(home: Path) -> None:
 def test_without_a_compiler_torch_goes_on(
     home: Path, cc: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if cc == "false":  # a program that is there on every machine, and compiles nothing
+        (home.parent / "false").write_text("#!/bin/sh\nexit 1\n")
+        (home.parent / "false").chmod(0o700)
+        cc = str(home.parent / "false")
     monkeypatch.setenv("CC", cc)
     with caplog.at_level(logging.WARNING, "walkvllm"):
         assert fresh_library() is None

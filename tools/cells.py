@@ -65,6 +65,15 @@ def has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
+def has_compiler() -> bool:
+    """Whether the CPU kernels of page 11c can be built."""
+    from walkvllm.kernels.cpu import library
+    return library() is not None
+
+
+HERE = {"cuda": has_cuda, "compiler": has_compiler}  # flags of what a machine may have: if it has it, they are wanted
+
+
 def pages(folder: Path | None = None) -> list[Path]:
     """The notebooks below `folder` (default nbs/) in page order, without hidden files and checkpoints."""
     folder = folder or ROOT / "nbs"
@@ -91,12 +100,12 @@ def directives(source: str) -> dict[str, str]:
 
 
 def skip_reason(source: str, flags: list[str], wanted: list[str]) -> str | None:
-    """Why a cell is not run: `#| eval: false`, or one of `flags` that is not `wanted` (cuda runs on a GPU)."""
+    """Why a cell is not run: `#| eval: false`, or one of `flags` that is not `wanted` (and not here)."""
     dirs = directives(source)
     if dirs.get("eval") == "false":
         return "#| eval: false"
     for flag in flags:
-        if flag in dirs and flag not in wanted and not (flag == "cuda" and has_cuda()):
+        if flag in dirs and flag not in wanted and not HERE.get(flag, bool)():
             return f"#| {flag}"
     return None
 
