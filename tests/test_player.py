@@ -457,7 +457,7 @@ def test_front_page(chrome: Any) -> None:
     chrome.get(f"{test_site.SITE.as_uri()}/index.html")
     host = chrome.execute_script("return document.querySelector('.walk-player > :not(.still)')")
     before = "return host.compareDocumentPosition(document.querySelector('h2')) & Node.DOCUMENT_POSITION_FOLLOWING"
-    assert ask(chrome, host, before) and ask(chrome, host, "return $$('a[href]').length") == 15
+    assert ask(chrome, host, before) and ask(chrome, host, "return $$('a[href]').length") == 16
     ask(chrome, host, "$('[data-to=\"10\"]').click()")
     wait_for(chrome, lambda: chrome.current_url.endswith("kernels/10_paged_write.html"))
 

@@ -31,7 +31,7 @@ _ENGINE = {
     "num-gpu-blocks-override": (int, "blocks in the pool, also on a CPU"),
     "max-num-batched-tokens": (int, "token budget of a step"),
     "max-num-seqs": (int, "requests that may run at the same time"),
-    "attention-backend": (str, "auto, cpu, naive or triton"),
+    "attention-backend": (str, "auto, cpu, torch, naive or triton"),
 }
 _SAMPLING = {
     "max-tokens": (int, "longest answer, in tokens"),

@@ -43,7 +43,7 @@ class CacheConfig:
     "The pool of KV blocks."
 
     block_size: int  # tokens in a block
-    num_gpu_blocks: int  # blocks in the pool, the null block included; vLLM's name, on a CPU too
+    num_gpu_blocks: int  # with the null block (block 0, never handed out: page 06); vLLM's name, on a CPU too
     enable_prefix_caching: bool
     prefix_caching_hash_algo: str
 
@@ -58,7 +58,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int  # most tokens of one prompt in a step; 0: no limit of its own
     enable_chunked_prefill: bool
     policy: str  # "fcfs" or "priority"
-    scheduler_reserve_full_isl: bool  # admit a prompt only if all of it would fit the free pool
+    scheduler_reserve_full_isl: bool  # admit a prompt only if all of it (isl: input sequence length) fits the free pool
     async_scheduling: bool  # two batches in flight
 
 

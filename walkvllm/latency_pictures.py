@@ -28,7 +28,7 @@ PHASES = {
     "decode": DECODE,
     "done, not taken": LIES,
 }
-WIDTH, LEFT = 360, 44  # drawing units; where the time axis begins
+WIDTH, LEFT = 360, 60  # drawing units; where the time axis begins
 ROWS_SHOWN = 12
 
 
@@ -36,7 +36,7 @@ def _svg(parts: Sequence[str], height: float, label: str, legend: dict[str, str]
     "A picture with a legend."
     svg = (
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {WIDTH} {height:g}" '
-        f'xmlns="http://www.w3.org/2000/svg" style="width:100%;max-width:680px;display:block;'
+        f'xmlns="http://www.w3.org/2000/svg" style="width:100%;max-width:600px;display:block;'
         f'font-family:system-ui,sans-serif;color:inherit">'
         f"{''.join(parts)}</svg>"
     )
@@ -58,7 +58,7 @@ def _bar(x: float, y: float, width: float, height: float, fill: str, says: str) 
 
 
 def _word(x: float, y: float, text: object, more: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="8" fill="currentColor" {more}>{escape(str(text))}</text>'
+    return f'<text x="{x:g}" y="{y:g}" font-size="10" fill="currentColor" {more}>{escape(str(text))}</text>'
 
 # %% ../nbs/17_latency.ipynb #819b89e0
 def show_requests(run: Run, title: str = "") -> Picture:
@@ -68,11 +68,11 @@ def show_requests(run: Run, title: str = "") -> Picture:
 
     def bar(row: int, began: float, ended: float, fill: str, what: str) -> str:
         says = f"{what}: {(ended - began) * 1e3:.1f} ms"
-        return _bar(LEFT + (began - start) * unit, row * 11 + 2, (ended - began) * unit, 8, fill, says)
+        return _bar(LEFT + (began - start) * unit, row * 13 + 3, (ended - began) * unit, 9, fill, says)
 
-    parts = [_word(0, 9, "core"), *(bar(0, s.began, s.ended, PALETTE[2], f"step {s.number}") for s in steps)]
+    parts = [_word(0, 11, "core"), *(bar(0, s.began, s.ended, PALETTE[2], f"step {s.number}") for s in steps)]
     for row, life in enumerate(lives[:ROWS_SHOWN], 1):
-        parts.append(_word(0, row * 11 + 9, life.request[:9]))
+        parts.append(_word(0, row * 13 + 11, life.request[:9]))
         moments = [life.arrived, life.sent, life.scheduled or life.sent, *life.tokens[:1], *life.tokens[-1:], life.end]
         for (what, fill), began, ended in zip(PHASES.items(), moments, moments[1:], strict=False):
             if ended > began:
@@ -82,7 +82,7 @@ def show_requests(run: Run, title: str = "") -> Picture:
     busy = sum(s.seconds for s in steps) / max(end - start, 1e-9)
     name = f"{title}: " if title else ""
     label = f"{name}{len(lives)} requests, core in a step {busy:.0%} of {(end - start) * 1e3:.0f} ms"
-    return _svg(parts, rows * 11 + 2, label, {"a step of the core": PALETTE[2], **PHASES}, label + more)
+    return _svg(parts, rows * 13 + 2, label, {"a step of the core": PALETTE[2], **PHASES}, label + more)
 
 # %% ../nbs/17_latency.ipynb #bd51c9c6
 def show_lag(*runs: tuple[str, Run]) -> Picture:
@@ -94,17 +94,17 @@ def show_lag(*runs: tuple[str, Run]) -> Picture:
     longest = max((bounds_of(run)[1] for _, run in runs), default=1.0)
     most = max((lag for points in dots.values() for _, lag in points), default=1.0)
     parts = [
-        _word(0, 9, f"{most * 1e3:.0f} ms"),
-        _word(0, 82, "0 ms"),
+        _word(0, 10, f"{most * 1e3:.0f} ms"),
+        _word(0, 84, "0 ms"),
         f'<path d="M{LEFT} 80H{WIDTH}" stroke="#88888888"/>',
     ]
     for colour, points in zip(PALETTE, dots.values(), strict=False):
         for time, lag in sorted(set(points)):
             x, y = LEFT + time / longest * (WIDTH - LEFT - 4), 80 - lag / most * 74
             parts.append(f'<circle cx="{x:.2f}" cy="{y:.2f}" r="1.6" fill="{colour}"/>')
-    parts.append(_word(WIDTH, 92, f"{longest * 1e3:.0f} ms", 'text-anchor="end"'))
+    parts.append(_word(WIDTH, 93, f"{longest * 1e3:.0f} ms", 'text-anchor="end"'))
     lags = ", ".join(f"{n} at most {max((lag for _, lag in p), default=0.0) * 1e3:.0f} ms" for n, p in dots.items())
-    return _svg(parts, 95, f"Outputs lay: {lags}", dict(zip(dots, PALETTE, strict=False)))
+    return _svg(parts, 97, f"Outputs lay: {lags}", dict(zip(dots, PALETTE, strict=False)))
 
 # %% ../nbs/17_latency.ipynb #1c3645bd
 WHY = {

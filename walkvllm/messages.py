@@ -149,7 +149,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int]  # in scheduling order
     total_num_scheduled_tokens: int
     finished_req_ids: set[str]  # since the last work order: the runner forgets them
-    preempted_req_ids: set[str]  # in this step: the runner forgets them too, they come back as resumed
+    preempted_req_ids: set[str]  # in this step: they lose their rows, and the runner keeps what it knows of them
     num_common_prefix_blocks: int = 0  # first blocks held by everybody who runs
     admission_stopped: str = ""  # why no further waiting request was let in; "" if none was left
 

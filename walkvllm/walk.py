@@ -337,9 +337,9 @@ def _say_row(f: dict[str, Any]) -> Said:
     not_used = f" · not used, prompt incomplete: {dropped}" if dropped else ""
     return [
         ("08 flatten", f"positions {_each(f['positions'], _runs)} · query_start_loc {' '.join(map(str, starts))}"),
-        ("10 paged write", f"slots {_each(f['slots'], _runs)}"),
-        ("11 paged read", f"tokens looked at: {_each(f['seq_lens'])}"),
         ("09 model", f"{starts[-1]} tokens in, {rows} x {vocabulary} logits out{not_used}"),
+        ("10 paged write", f"slots {_each(f['slots'], _runs)}"),  # it and the next: inside each layer
+        ("11 paged read", f"tokens looked at: {_each(f['seq_lens'])}"),
     ]
 
 # %% ../nbs/16_walk.ipynb #3719bc64

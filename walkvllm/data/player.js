@@ -40,15 +40,14 @@ a { color: inherit }
 .stop.up::before { top: auto; bottom: 29px }
 .stop.first::before { display: none }
 .stop.cross { padding: 3px 0 }
-.stop.cross::before, .way::before { content: ''; position: absolute; background: var(--line);
-  left: calc(50% - 1px); width: 2px; height: auto; top: -30px; bottom: -32px }
-.way { position: relative }
+.stop.cross::before { left: calc(50% - 1px); width: 2px; height: auto; top: -30px; bottom: -32px }
 .dots { display: flex; gap: 2px; justify-content: center; height: 12px; z-index: 2 }
 .dots i { width: 11px; height: 11px; border-radius: 50%; background: var(--c); border: 1px solid var(--paper) }
 .cross .dots { position: absolute; left: calc(50% + 15px); top: 10px }
+.away .dots { left: auto; right: calc(50% + 15px) }
 .mail { align-self: center; text-align: left; padding-left: 10px; font-size: 12px; white-space: nowrap;
   z-index: 1; animation: slide .35s }
-.mail.back { text-align: right; padding: 0 10px 0 0 }
+.mail.back { text-align: right; padding: 0 56px 0 0 }
 
 /* what is said */
 .said { margin: 10px 0 8px }
@@ -324,13 +323,15 @@ const PANELS = { // name -> title, drawing, what stands at the right of the titl
 // ---- the route: the caller's side above, the engine core below ----
 
 function stop(run, s, frame, hrefs, page, area, way = '') {
-  const title = `${page} ${run.stops[page]}`, here = run.requests.map((_, r) => r).filter(r => s[`at.${r}`] === page);
-  const lit = frame.p === page ? 'here' : frame.say.some(([where]) => where.startsWith(page)) ? 'beside' : '';
+  const cross = page === '04', out = way === 'cross away'; // who has a token crosses on the way out
+  const title = `${page} ${run.stops[page]}${out ? ', on the way out' : ''}`, here = run.requests.map((_, r) => r)
+    .filter(r => s[`at.${r}`] === page && !(cross && out !== Boolean(s[`made.${r}`])));
+  const lit = cross && s.message?.down === out ? '' : frame.p === page ? 'here' : frame.say.some(([where]) => where.startsWith(page)) ? 'beside' : '';
   const dots = here.slice(0, 4).map(r => `<i ${of(run, r)} ${tip(`${name(run, r)} was last seen at stop ${title}`)}></i>`);
   return `<a class="stop ${way} ${lit}${['01', '05', '15'].includes(page) ? ' first' : ''}" style="grid-area:${area}"
-    ${hrefs[page] ? `href="${esc(hrefs[page])}" data-to="${page}"` : ''} ${frame.p === page ? 'aria-current="step"' : ''}
+    ${hrefs[page] ? `href="${esc(hrefs[page])}" data-to="${page}"` : ''} ${lit === 'here' ? 'aria-current="step"' : ''}
     ${tip(`stop ${title}`)} aria-label="stop ${title}${here.map(r => `, ${esc(name(run, r))}`).join('')}">
-    <span class="dots">${dots.join('')}</span><b><span>${page}</span></b>${way === 'cross' ? '' : `<em>${run.stops[page]}</em>`}</a>`;
+    <span class="dots">${dots.join('')}</span><b><span>${page}</span></b>${cross ? '' : `<em>${run.stops[page]}</em>`}</a>`;
 }
 
 function route(run, s, frame, hrefs) {
@@ -341,7 +342,7 @@ function route(run, s, frame, hrefs) {
   return `<nav class="route" aria-label="The route, with the requests on it">
     <div class="lane" style="grid-row:1"></div><div class="lane" style="grid-row:3"></div>${above.join('')}
     <span class="tag" style="grid-area:1/4/2/12">the caller’s ${run.engine.multiprocess ? 'process' : 'side'}</span>${at('04', '2/3', 'cross')}
-    <span class="mail${m && !m.down ? ' back' : ''}" style="grid-area:2/4/3/12">${mail}</span><span class="way" style="grid-area:2/12"></span>
+    <span class="mail${m && !m.down ? ' back' : ''}" style="grid-area:2/4/3/12">${mail}</span>${at('04', '2/12', 'cross away')}
     <span class="tag" style="grid-area:3/1/4/3">engine core<br>${s.step ? `step ${s.step}` : ''}</span>${below.join('')}</nav>`;
 }
 
