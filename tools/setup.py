@@ -33,7 +33,7 @@ BUILD = ["setuptools>=77"]  # builds walkvllm in .venv itself, which saves pip m
 # What must be importable when a layer is complete.
 MODULES = {
     "run": "torch numpy safetensors tokenizers msgspec zmq jinja2 tqdm walkvllm",
-    "test": "nbdev jupytext nbformat IPython pytest hypothesis transformers mypy ruff",
+    "test": "nbdev jupytext nbformat IPython pytest hypothesis transformers pandas mypy ruff",
     "real": "gguf accelerate",
     "lab": "jupyterlab ipykernel ipywidgets anywidget",
     "site": "sphinx myst_nb furo selenium",
