@@ -10,14 +10,14 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from .metrics import Step, bounds_of, lives_of, steps_of
-from .show import GREY, PALETTE, Picture
+from .show import GREY, PALETTE, WIDTH, Picture, _legend, _svg
 
 if TYPE_CHECKING:
     from walkvllm.events import Run
 
 # %% auto #0
-__all__ = ['BEFORE', 'QUEUE', 'PREFILL', 'DECODE', 'LIES', 'PHASES', 'WIDTH', 'LEFT', 'ROWS_SHOWN', 'WHY',
-           'show_requests', 'show_lag', 'show_steps']
+__all__ = ['BEFORE', 'QUEUE', 'PREFILL', 'DECODE', 'LIES', 'PHASES', 'LEFT', 'ROWS_SHOWN', 'WHY', 'show_requests',
+           'show_lag', 'show_steps']
 
 # %% ../nbs/17_latency.ipynb #8a9493e5
 BEFORE, QUEUE, PREFILL, DECODE, LIES = PALETTE[3], PALETTE[7], PALETTE[1], PALETTE[0], PALETTE[4]
@@ -28,26 +28,13 @@ PHASES = {
     "decode": DECODE,
     "done, not taken": LIES,
 }
-WIDTH, LEFT = 360, 60  # drawing units; where the time axis begins
+LEFT = 60  # where the time axis begins, in the drawing units of page 00
 ROWS_SHOWN = 12
 
 
-def _svg(parts: Sequence[str], height: float, label: str, legend: dict[str, str], note: str = "") -> Picture:
+def _picture(parts: Sequence[str], height: float, label: str, legend: dict[str, str], note: str = "") -> Picture:
     "A picture with a legend."
-    svg = (
-        f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {WIDTH} {height:g}" '
-        f'xmlns="http://www.w3.org/2000/svg" style="width:100%;max-width:600px;display:block;'
-        f'font-family:system-ui,sans-serif;color:inherit">'
-        f"{''.join(parts)}</svg>"
-    )
-    box = "display:inline-block;width:.8em;height:.8em;margin-right:4px;border-radius:2px;border:1px solid #88888888"
-    chips = "".join(
-        f'<span style="white-space:nowrap;margin-right:12px"><span style="{box};background:{c}"></span>'
-        f"{escape(w)}</span>"
-        for w, c in legend.items()
-    )
-    look = "font:12px/1.6 system-ui,sans-serif;color:inherit"
-    return Picture(f'{svg}<div style="{look}">{chips}<span style="opacity:.8">{escape(note)}</span></div>', label)
+    return Picture(_svg(parts, height, label) + _legend(legend, note), label)
 
 
 def _bar(x: float, y: float, width: float, height: float, fill: str, says: str) -> str:
@@ -82,7 +69,7 @@ def show_requests(run: Run, title: str = "") -> Picture:
     busy = sum(s.seconds for s in steps) / max(end - start, 1e-9)
     name = f"{title}: " if title else ""
     label = f"{name}{len(lives)} requests, core in a step {busy:.0%} of {(end - start) * 1e3:.0f} ms"
-    return _svg(parts, rows * 13 + 2, label, {"a step of the core": PALETTE[2], **PHASES}, label + more)
+    return _picture(parts, rows * 13 + 2, label, {"a step of the core": PALETTE[2], **PHASES}, label + more)
 
 # %% ../nbs/17_latency.ipynb #bd51c9c6
 def show_lag(*runs: tuple[str, Run]) -> Picture:
@@ -104,7 +91,7 @@ def show_lag(*runs: tuple[str, Run]) -> Picture:
             parts.append(f'<circle cx="{x:.2f}" cy="{y:.2f}" r="1.6" fill="{colour}"/>')
     parts.append(_word(WIDTH, 93, f"{longest * 1e3:.0f} ms", 'text-anchor="end"'))
     lags = ", ".join(f"{n} at most {max((lag for _, lag in p), default=0.0) * 1e3:.0f} ms" for n, p in dots.items())
-    return _svg(parts, 97, f"Outputs lay: {lags}", dict(zip(dots, PALETTE, strict=False)))
+    return _picture(parts, 97, f"Outputs lay: {lags}", dict(zip(dots, PALETTE, strict=False)))
 
 # %% ../nbs/17_latency.ipynb #1c3645bd
 WHY = {
@@ -131,7 +118,7 @@ def show_steps(run: Run, title: str = "") -> Picture:
     note = ", ".join(f"{w} {sum(s.why == w for s in steps)}" for w in reasons) or "nobody waits"
     label = f"{title}{': ' if title else ''}{len(steps)} steps; admission stopped: {note}"
     legend = {"prompt tokens": PREFILL, "decodes": DECODE} | {f"stopped: {w}": WHY[w] for w in reasons}
-    return _svg(parts, 94, label, legend, label)
+    return _picture(parts, 94, label, legend, label)
 
 
 def _step_parts(step: Step, x: float, wide: float, unit: float) -> Iterator[str]:
