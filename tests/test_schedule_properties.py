@@ -92,8 +92,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             max_tokens=tokens, temperature=0, eos_token_id=None if ignore_eos else EOS, ignore_eos=ignore_eos,
             stop_token_ids=[STOP] if stops else None, min_tokens=min(min_tokens, tokens, limit - length),
         )  # fmt: skip
-        # under the priority policy two that agree in all but their name can throw each other out for ever (page 07)
-        arrival = 0.0 if tie and self.scheduler.config.policy == "fcfs" else float(self.count)
+        arrival = 0.0 if tie else float(self.count)
         request = Request(name, prompt, params, arrival, priority, salt, block_hasher=self.hasher)
         self.scheduler.add_request(request)
         self.asked[name], self.told[name], self.known[name] = request, [], [*prompt]

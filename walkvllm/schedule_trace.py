@@ -155,7 +155,7 @@ class ScheduleTrace:
             SchedulerConfig(**{k: getattr(cfg, k) for k in SchedulerConfig.__dataclass_fields__}),
             CacheConfig(cfg.block_size, cfg.num_gpu_blocks, cfg.enable_prefix_caching, "sha256"),
         )
-        self.scheduler.forgets_unwritten = False  # as vLLM 0.22.0, to be compared with it; the engine does forget
+        self.scheduler.like_vllm = True  # to be compared with it; the engine itself mends two faults (ledger)
         self.hasher = BlockHasher(cfg.block_size)
         self.requests: dict[str, Request] = {}
         self.known = {r.id: len(r.prompt_token_ids) for r in self.specs}  # tokens that the "model" has produced

@@ -108,7 +108,7 @@ class Scheduler:
         self.waiting: RequestQueue = PriorityRequestQueue() if config.policy == "priority" else FCFSRequestQueue()
         self.running: list[Request] = []  # in the order of their admission
         self.finished_req_ids: set[str] = set()  # since the last work order
-        self.forgets_unwritten = True  # vLLM 0.22.0 does not: see "a victim that already had its tokens"
+        self.like_vllm = False  # True: also in the two places where vLLM 0.22.0 errs, which preempt() mends
         self.launched: dict[int, list[Request]] = {}  # by work order: whom it serves, for an id can change hands
 
     def add_request(self, request: Request) -> None:
@@ -202,10 +202,10 @@ def preempt(scheduler: Scheduler, plan: StepPlan) -> tuple[Request, bool]:
     "Throws out one running request. Returns it, and whether it had already been given tokens in this step."
     granted = False
     if scheduler.config.policy == "priority":
-        victim = max(scheduler.running, key=lambda r: (r.priority, r.arrival_time))
+        victim = max(scheduler.running, key=lambda r: r.sort_key[: 2 if scheduler.like_vllm else 3])
         scheduler.running.remove(victim)
         granted = plan.take_back(victim)
-        if granted and scheduler.forgets_unwritten:
+        if granted and not scheduler.like_vllm:
             scheduler.kv_cache_manager.forget_unwritten(victim)
     else:
         victim = scheduler.running.pop()
