@@ -316,6 +316,25 @@ def test_a_refusal_is_remembered_no_longer_than_it_holds() -> None:
     check_blocks(kv)
 
 
+@pytest.mark.parametrize("names", ["ab", "ba", "abc", "cab", "bca", "cba"])
+@pytest.mark.parametrize("blocks", [4, 5])
+def test_requests_equal_in_everything_end(names: str, blocks: int) -> None:
+    "Equal in priority and arrival, too big for the pool together: whoever has the first name is never the victim."
+    scheduler = Scheduler(
+        SchedulerConfig(16, 8, 12, 4, True, "priority", False, False), CacheConfig(4, blocks, False, "sha256")
+    )
+    for step in range(300):
+        if step < len(names):  # one after the other, so that the admissions are not in the names' order
+            scheduler.add_request(Request(names[step], range(3), SamplingParams(max_tokens=9), arrival_time=0.0))
+        elif not scheduler.requests:
+            return
+        work = scheduler.schedule()
+        req_ids = list(work.num_scheduled_tokens)
+        tokens = [[] if scheduler.requests[r].is_prefill_chunk else [7] for r in req_ids]
+        scheduler.update_from_output(work, ModelRunnerOutput(req_ids, tokens))
+    pytest.fail(f"{', '.join(scheduler.requests)} throw each other out for ever")
+
+
 def test_a_victim_finds_only_what_was_written() -> None:
     "A victim whose grant is taken back leaves no names on blocks that the grant was to fill (page 07)."
     scheduler = Scheduler(
