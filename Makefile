@@ -23,10 +23,12 @@ help:
 	@echo "make build      the edited text back into pages, modules, outputs (PAGES=\"06 07\" for some)"
 	@echo "make check      say where pages, modules and outputs disagree     (PAGES=\"06 07\" for some)"
 	@echo "make oracle     our scheduler's decisions beside those of the real vLLM 0.22.0   (N=200 SEED=...)"
-	@echo "make bench      walkvllm beside transformers: same weights, threads, work   (ARGS=\"--help\" for more)"
+	@echo "make bench      walkvllm beside transformers, llama.cpp and vLLM, half an hour   (ARGS=\"--help\" for more)"
+	@echo "make setup-bench  the peers' environments alone: llama.cpp is compiled, vLLM takes some GB"
 	@echo "make bench-schedule  what a step of the scheduler costs, beside vLLM 0.22.0"
 	@echo "make bench-boundary  what the process boundary costs, and a recorded run: the data of pages 04b, 05 and 16c"
 	@echo "make bench-trace     what a step costs with nobody listening, and with a recording: the data of page 16e"
+	@echo "make bench-overhead  a step by its parts, what grows, and the start: the data of pages 19 and 19b"
 	@echo "make fault-table     200 times something goes wrong between two processes: the data of page 04d"
 	@echo "make diagnosis-table  ten kinds of slow runs, 20 times each, told apart: the data of page 17"
 	@echo "make compile-report  compile all kernels for GPUs that are not here: the data of page 11a"
@@ -67,6 +69,10 @@ text build check: setup-test
 bench: setup-test
 	@$(PY) tools/bench/run.py $(ARGS)
 
+.PHONY: setup-bench
+setup-bench: setup-test
+	@$(PY) tools/bench/environments.py $(ARGS)
+
 bench-boundary: setup-test
 	@$(PY) tools/bench_boundary.py
 	@$(PY) tools/pages.py run 04b 05 16c
@@ -74,6 +80,11 @@ bench-boundary: setup-test
 bench-trace: setup-test
 	@$(PY) tools/bench_trace.py
 	@$(PY) tools/pages.py run 16e
+
+.PHONY: bench-overhead
+bench-overhead: setup-test
+	@$(PY) tools/bench_overhead.py $(ARGS)
+	@$(PY) tools/pages.py run 19_performance 19b
 
 fault-table: setup-test
 	@WALKVLLM_FAULT_TABLE=walkvllm/data/faults.json $(PY) -m pytest --flags long tests/test_process.py -k many_times

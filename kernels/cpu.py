@@ -20,10 +20,11 @@ from walkvllm.kernels.compiler import build, compiler, cpu_features, private_dir
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'VECTORS', 'LINEAR', 'LINEAR_LOOP', 'GLUE', 'WRITE', 'READ', 'READ_LOOP', 'SOURCE', 'SUFFIX',
-           'SIGNATURES', 'LETTERS', 'for_both_types', 'load', 'library', 'at', 'functions', 'add_rms_norm',
-           'silu_and_mul', 'packed', 'PackedLinear', 'OneDnnLinear', 'make_linear', 'halves', 'rope_and_write',
-           'in_rows', 'read_paged']
+__all__ = ['logger', 'VECTORS', 'LINEAR', 'LINEAR_LOOP', 'GLUE', 'WRITE', 'READ', 'READ_TILE', 'CHECKS', 'READ_LOOP',
+           'SHAPES', 'ATTENTION_STEP', 'DECODER', 'TYPED', 'SOURCE', 'SUFFIX', 'SIGNATURES', 'LETTERS',
+           'for_both_types', 'load', 'library', 'at', 'functions', 'add_rms_norm', 'silu_and_mul', 'packed',
+           'PackedLinear', 'OneDnnLinear', 'make_linear', 'halves', 'rope_and_write', 'in_rows', 'read_paged', 'Matrix',
+           'Layer', 'Step', 'run_decoder']
 
 # %% ../nbs/kernels/11c_cpu.ipynb #7a821c6c
 VECTORS = r"""
@@ -37,10 +38,11 @@ enum { LANES = 8, VECTORS = 2, ROWS = 6 };
 #else
 enum { LANES = 4, VECTORS = 4, ROWS = 4 };
 #endif
-enum { PANEL = LANES * VECTORS, DEPTH = 128, BAND = 8 * ROWS, AHEAD = 32 };  // of the matrix product
-enum { RUN = 32, GROUP = 4 };  // keys, and query heads of one KV head, that attention takes at a time
+enum { PANEL = LANES * VECTORS, DEPTH = 64, BAND = 11 * ROWS, AHEAD = 64 };  // of the matrix product
+enum { RUN = 32, GROUP = 4, WIDE = 4, FEW = 32, TILE = 16 * ROWS };  // of attention
 #define INLINE static inline __attribute__((always_inline))
-#define PARALLEL(work) threads = (work) < 50000 ? 1 : threads; _Pragma("omp parallel for num_threads(threads)")
+#define TEAM(work) threads = (work) < 50000 ? 1 : threads; _Pragma("omp parallel num_threads(threads)")
+#define SHARE _Pragma("omp for")  // the threads of a team share the loop, and wait for each other behind it
 typedef float f32;
 typedef uint16_t bf16;
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -50,6 +52,13 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 int panel_width(void) { return PANEL; }
 INLINE vec load_f32(const f32 *p) { return *(const vec *)p; }
 INLINE vec load_bf16(const bf16 *p) { return (vec)(__builtin_convertvector(*(const halves *)p, bits) << 16); }
+INLINE float widen_f32(f32 x) { return x; }
+INLINE float widen_bf16(bf16 x) {
+  uint32_t u = (uint32_t)x << 16;
+  float wide;
+  memcpy(&wide, &u, 4);
+  return wide;
+}
 INLINE f32 round_f32(float x) { return x; }
 INLINE bf16 round_bf16(float x) {  // to nearest, ties to even; NaN stays NaN
   uint32_t u;
@@ -66,6 +75,19 @@ INLINE float fast_exp(float x) {  // 2^n times a polynomial; x <= 88
   memcpy(&two_to_n, &power, 4);
   return (p * r * r + r + 1) * two_to_n;
 }
+INLINE float softmax_step(float *p, long n, float *top, float *sum) {  // p[n], whole vectors, becomes exp(p - top)
+  vec most = load_f32(p);
+  for (long j = LANES; j < n; j += LANES) {
+    bits less = (bits)(most < load_f32(p + j));
+    most = (vec)((less & (bits)load_f32(p + j)) | (~less & (bits)most));
+  }
+  float highest = *top, weight = 0;
+  for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+  for (long j = 0; j < n; j += LANES) for (int i = 0; i < LANES; i++) weight += p[j + i] = fast_exp(p[j + i] - highest);
+  float fade = *top == -INFINITY ? 0 : fast_exp(*top - highest);  // of what was added under a lower maximum
+  *top = highest, *sum = *sum * fade + weight;
+  return fade;
+}
 """
 
 # %% ../nbs/kernels/11c_cpu.ipynb #364a4ee4
@@ -74,7 +96,7 @@ INLINE void tile_REAL(const float *x, long k, const REAL *w, float *y, int rows,
   vec sum[ROWS][VECTORS], b[VECTORS];
   for (int i = 0; i < rows; i++) for (int j = 0; j < VECTORS; j++) sum[i][j] = load_f32(y + i * PANEL + j * LANES);
   for (int p = 0; p < depth; p++, w += PANEL) {
-    if (fetch) for (int j = 0; j < PANEL; j += 64 / sizeof(REAL)) __builtin_prefetch(w + AHEAD * PANEL + j);
+    if (fetch) for (int j = 0; j < PANEL; j += 64 / sizeof(REAL)) __builtin_prefetch(w + AHEAD * PANEL + j, 0, 2);
     for (int j = 0; j < VECTORS; j++) b[j] = load_REAL(w + j * LANES);
     for (int i = 0; i < rows; i++) for (int j = 0; j < VECTORS; j++) sum[i][j] += x[i * k + p] * b[j];
   }
@@ -95,9 +117,9 @@ static void rows_REAL(const float *x, long k, const REAL *w, float *y, int rows,
 # %% ../nbs/kernels/11c_cpu.ipynb #2c093afa
 LINEAR_LOOP = r"""
 // y[m, n] = x[m, k] w[n, k]^T + bias[n], w packed; bias may be NULL, else it has room for whole panels
-void linear_REAL(float *y, const float *x, const REAL *w, const float *bias, long m, long n, long k, long threads) {
+static void product_REAL(float *y, const float *x, const REAL *w, const float *bias, long m, long n, long k) {
   long panels = (n + PANEL - 1) / PANEL, bands = (m + BAND - 1) / BAND;
-  PARALLEL(m * n * k)
+  SHARE
   for (long item = 0; item < panels * bands; item++) {
     long left = item / bands * PANEL, first = item % bands * BAND, rows = m - first < BAND ? m - first : BAND;
     long width = n - left < PANEL ? n - left : PANEL, widen = sizeof(REAL) < 4 && rows > ROWS;
@@ -121,14 +143,17 @@ void linear_REAL(float *y, const float *x, const REAL *w, const float *bias, lon
     for (long i = 0; i < rows; i++) memcpy(y + (first + i) * n + left, sum + i * PANEL, sizeof(float) * width);
   }
 }
+void linear_REAL(float *y, const float *x, const REAL *w, const float *bias, long m, long n, long k, long threads) {
+  TEAM(m * n * k) product_REAL(y, x, w, bias, m, n, k);
+}
 """
 
 # %% ../nbs/kernels/11c_cpu.ipynb #9f35feab
 GLUE = r"""
 // x += delta (unless NULL); y = x over its root mean square, times weight. All [tokens, size]
-void add_rms_norm(float *restrict y, float *restrict x, const float *restrict delta, const float *restrict weight,
-                  long tokens, long size, float eps, long threads) {
-  PARALLEL(tokens * size * 4)
+static void norm(float *restrict y, float *restrict x, const float *restrict delta, const float *restrict weight,
+                 long tokens, long size, float eps) {
+  SHARE
   for (long t = 0; t < tokens; t++) {
     float *row = x + t * size, sum = 0;
     if (delta) for (long i = 0; i < size; i++) row[i] += delta[t * size + i];
@@ -138,12 +163,19 @@ void add_rms_norm(float *restrict y, float *restrict x, const float *restrict de
   }
 }
 // y[tokens, size] = silu(gate) * up, x = [gate | up]
-void silu_and_mul(float *restrict y, const float *restrict x, long tokens, long size, long threads) {
-  PARALLEL(tokens * size * 8)
+static void activation(float *restrict y, const float *restrict x, long tokens, long size) {
+  SHARE
   for (long t = 0; t < tokens; t++) {
     const float *gate = x + 2 * t * size, *up = gate + size;
     for (long i = 0; i < size; i++) y[t * size + i] = gate[i] / (1 + fast_exp(-gate[i] > 80 ? 80 : -gate[i])) * up[i];
   }
+}
+void add_rms_norm(float *y, float *x, const float *delta, const float *weight, long tokens, long size, float eps,
+                  long threads) {
+  TEAM(tokens * size * 4) norm(y, x, delta, weight, tokens, size, eps);
+}
+void silu_and_mul(float *y, const float *x, long tokens, long size, long threads) {
+  TEAM(tokens * size * 8) activation(y, x, tokens, size);
 }
 """
 
@@ -151,13 +183,10 @@ void silu_and_mul(float *restrict y, const float *restrict x, long tokens, long 
 WRITE = r"""
 // qkv [tokens, heads + 2 kv_heads, dim], q and k normed (unless norm is NULL) and turned in place; k and v stored.
 // slots [tokens], -1: not stored; angles [tokens, 2, dim / 2]: cos, sin; norm [heads + kv_heads, dim]
-// returns 1 if a slot is outside of the pool
-int rope_and_write_REAL(float *qkv, REAL *k_cache, REAL *v_cache, const int64_t *slots, const float *angles,
-                        const float *norm, long tokens, long heads, long kv_heads, long dim, long pool, float eps,
-                        long threads) {
+static void turn_REAL(float *qkv, REAL *k_cache, REAL *v_cache, const int64_t *slots, const float *angles,
+                      const float *norm, long tokens, long heads, long kv_heads, long dim, float eps) {
   long half = dim / 2, width = kv_heads * dim;
-  for (long t = 0; t < tokens; t++) if (slots[t] >= pool) return 1;
-  PARALLEL(tokens * (heads + kv_heads) * dim * 8)
+  SHARE
   for (long t = 0; t < tokens; t++) {
     float *row = qkv + t * (heads * dim + 2 * width);
     const float *c = angles + t * dim, *s = c + half;
@@ -178,6 +207,14 @@ int rope_and_write_REAL(float *qkv, REAL *k_cache, REAL *v_cache, const int64_t 
     for (long i = 0; i < width; i++) k[i] = round_REAL(row[heads * dim + i]);
     for (long i = 0; i < width; i++) v[i] = round_REAL(row[heads * dim + width + i]);
   }
+}
+// returns 1 if a slot is outside of the pool
+int rope_and_write_REAL(float *qkv, REAL *k_cache, REAL *v_cache, const int64_t *slots, const float *angles,
+                        const float *norm, long tokens, long heads, long kv_heads, long dim, long pool, float eps,
+                        long threads) {
+  for (long t = 0; t < tokens; t++) if (slots[t] >= pool) return 1;
+  TEAM(tokens * (heads + kv_heads) * dim * 8)
+  turn_REAL(qkv, k_cache, v_cache, slots, angles, norm, tokens, heads, kv_heads, dim, eps);
   return 0;
 }
 """
@@ -187,17 +224,18 @@ READ = r"""
 INLINE vec some_REAL(const REAL *p, long n) {  // n numbers, zeros behind them
   if (n >= LANES) return load_REAL(p);
   REAL part[LANES] = {0};
-  memcpy(part, p, sizeof(REAL) * n);
+  if (n > 0) memcpy(part, p, sizeof(REAL) * n);
   return load_REAL(part);
 }
-INLINE void attend_REAL(const float *q, const REAL *k, const REAL *v, long stride, int keys, int group, long dim,
-                        float scale, float *top, float *sum, float *out) {
+INLINE void attend_REAL(const float *q, const REAL *k, const REAL *v, long stride, int keys, int group, int whole,
+                        long dim, float scale, float *top, float *sum, float *out) {
+  enum { STEP = WIDE * LANES };  // dim is a multiple of it if whole
   float p[GROUP][RUN], fade[GROUP];
   for (int j = 0; j < keys; j++) {
     vec s[GROUP] = {0};
-    for (long i = 0; i < dim; i += LANES) {
-      vec part = some_REAL(k + j * stride + i, dim - i);
-      for (int g = 0; g < group; g++) s[g] += part * some_f32(q + g * dim + i, dim - i);
+    for (long i = 0; i < dim; i += STEP) for (int n = 0; n < STEP; n += LANES) {
+      vec part = some_REAL(k + j * stride + i + n, whole ? LANES : dim - i - n);
+      for (int g = 0; g < group; g++) s[g] += part * some_f32(q + g * dim + i + n, whole ? LANES : dim - i - n);
     }
     for (int g = 0; g < group; g++) {
       p[g][j] = 0;
@@ -211,18 +249,19 @@ INLINE void attend_REAL(const float *q, const REAL *k, const REAL *v, long strid
     fade[g] = top[g] == -INFINITY ? 0 : fast_exp(top[g] - highest);  // of what was added under a lower maximum
     top[g] = highest, sum[g] = sum[g] * fade[g] + weight;
   }
-  for (long i = 0; i < dim; i += LANES) {
-    vec o[GROUP];
-    for (int g = 0; g < group; g++) o[g] = fade[g] * some_f32(out + g * dim + i, dim - i);
-    for (int j = 0; j < keys; j++) {
-      vec part = some_REAL(v + j * stride + i, dim - i);
-      for (int g = 0; g < group; g++) o[g] += p[g][j] * part;
+  for (long i = 0; i < dim; i += STEP) {
+    vec o[GROUP][WIDE], part;
+    for (int g = 0; g < group; g++) for (int n = 0; n < WIDE; n++)
+      o[g][n] = fade[g] * some_f32(out + g * dim + i + n * LANES, whole ? LANES : dim - i - n * LANES);
+    for (int j = 0; j < keys; j++) for (int n = 0; n < WIDE; n++) {
+      part = some_REAL(v + j * stride + i + n * LANES, whole ? LANES : dim - i - n * LANES);
+      for (int g = 0; g < group; g++) o[g][n] += p[g][j] * part;
     }
-    for (int g = 0; g < group; g++) memcpy(out + g * dim + i, o + g, 4 * (dim - i < LANES ? dim - i : LANES));
+    for (int g = 0; g < group; g++) memcpy(out + g * dim + i, o[g], 4 * (whole || dim - i > STEP ? STEP : dim - i));
   }
 }
-#define CASE(n, d) attend_REAL(q + g * dim, k, v, stride, keys, n, d, scale, top + g, sum + g, out + g * dim)
-#define CASES(n) if (dim == 64) CASE(n, 64); else if (dim == 128) CASE(n, 128); else CASE(n, dim)
+#define CASE(n, whole) attend_REAL(q + g * dim, k, v, stride, keys, n, whole, dim, scale, top + g, sum + g, out + g * dim)
+#define CASES(n) if (dim % (WIDE * LANES)) CASE(n, 0); else CASE(n, 1)
 static void heads_REAL(const float *q, const REAL *k, const REAL *v, long stride, int keys, long group, long dim,
                        float scale, float *top, float *sum, float *out) {
   for (long g = 0; g < group; g += GROUP) switch (group - g) {  // constants, so that sums stay in registers
@@ -237,21 +276,82 @@ static void heads_REAL(const float *q, const REAL *k, const REAL *v, long stride
 """
 
 # %% ../nbs/kernels/11c_cpu.ipynb #e1d7e567
+READ_TILE = r"""
+// count tokens of one request, the first at position `first`, for one KV head: q and out point at its first query head
+static void tile_of_REAL(float *out, const float *q, long q_stride, const REAL *k_cache, const REAL *v_cache,
+                         const int32_t *blocks, long block_size, long first, long count, long group, long width,
+                         long heads, long dim, float scale) {
+  long rows = count * group, panels = (dim + PANEL - 1) / PANEL;
+  float x[rows * dim], p[rows * PANEL], o[panels * rows * PANEL], k[dim * PANEL], v[panels * PANEL * PANEL];
+  float top[rows], sum[rows];
+  for (long i = 0; i < rows; i++) {
+    const float *from = q + i / group * q_stride + i % group * dim;
+    for (long d = 0; d < dim; d++) x[i * dim + d] = from[d] * scale;
+    top[i] = -INFINITY, sum[i] = 0;
+  }
+  memset(o, 0, sizeof o), memset(k, 0, sizeof k), memset(v, 0, sizeof v);
+  for (long base = 0; base < first + count; base += PANEL) {
+    long keys = first + count - base < PANEL ? first + count - base : PANEL;
+    for (long j = 0; j < keys; j++) {
+      long at = (blocks[(base + j) / block_size] * block_size + (base + j) % block_size) * width;
+      for (long d = 0; d < dim; d++) k[d * PANEL + j] = widen_REAL(k_cache[at + d]);
+      for (long d = 0; d < dim; d += LANES)
+        *(vec *)(v + (d / PANEL * PANEL + j) * PANEL + d % PANEL) = some_REAL(v_cache + at + d, dim - d);
+    }
+    memset(p, 0, sizeof p);
+    for (long i = 0; i < rows; i += ROWS)
+      rows_f32(x + i * dim, dim, k, p + i * PANEL, rows - i < ROWS ? rows - i : ROWS, dim, 0);
+    for (long i = 0; i < rows; i++) {
+      long seen = first + i / group + 1 - base;  // of these keys; the rest comes later in the text
+      for (long j = seen > 0 ? seen : 0; j < PANEL; j++) p[i * PANEL + j] = -INFINITY;
+      float fade = softmax_step(p + i * PANEL, PANEL, top + i, sum + i);
+      for (long n = 0; n < panels; n++) for (int j = 0; j < PANEL; j++) o[(n * rows + i) * PANEL + j] *= fade;
+    }
+    for (long n = 0; n < panels; n++) for (long i = 0; i < rows; i += ROWS)
+      rows_f32(p + i * PANEL, PANEL, v + n * PANEL * PANEL, o + (n * rows + i) * PANEL,
+               rows - i < ROWS ? rows - i : ROWS, keys, 0);
+  }
+  for (long i = 0; i < rows; i++) for (long n = 0; n < panels; n++) {
+    float *to = out + (i / group * heads + i % group) * dim + n * PANEL;
+    for (long d = 0; d < PANEL && n * PANEL + d < dim; d++) to[d] = o[(n * rows + i) * PANEL + d] / sum[i];
+  }
+}
+"""
+
+# %% ../nbs/kernels/11c_cpu.ipynb #983566eb
+CHECKS = r"""
+INLINE long request_of(long token, const int32_t *starts, long requests) {
+  long r = 0, end = requests;
+  while (end - r > 1) if (starts[(r + end) / 2] <= token) r = (r + end) / 2; else end = (r + end) / 2;
+  return r;
+}
+static int outside(const int32_t *table, long table_stride, const int32_t *seq_lens, long requests, long block_size,
+                   long blocks) {
+  for (long r = 0; r < requests; r++) for (long i = 0; i * block_size < seq_lens[r]; i++)
+    if (table[r * table_stride + i] < 0 || table[r * table_stride + i] >= blocks) return 1;
+  return 0;
+}
+"""
+
+# %% ../nbs/kernels/11c_cpu.ipynb #c87b882a
 READ_LOOP = r"""
-// out, q [tokens, heads, dim], q's rows q_stride apart; returns 1 if a block id is outside of the pool
-int attention_REAL(float *out, const float *q, long q_stride, const REAL *k_cache, const REAL *v_cache,
-                   const int32_t *table, long table_stride, const int32_t *seq_lens, const int32_t *starts,
-                   long requests, long heads, long kv_heads, long dim, long block_size, long blocks,
-                   long most_queries, float scale, long threads) {
-  long work = 0, bad = 0;
-  for (long r = 0; r < requests; r++) work += (starts[r + 1] - starts[r]) * seq_lens[r] * heads * dim;
-  threads = work < 50000 ? 1 : threads;
+static void read_REAL(float *out, const float *q, long q_stride, const REAL *k_cache, const REAL *v_cache,
+                      const int32_t *table, long table_stride, const int32_t *seq_lens, const int32_t *starts,
+                      long requests, long heads, long kv_heads, long dim, long block_size, float scale, long threads) {
   long tokens = starts[requests], parts = tokens < threads ? kv_heads : 1, group = heads / kv_heads;
-  _Pragma("omp parallel for num_threads(threads) schedule(dynamic)")
+  long tile = group < TILE ? TILE / group : 1;
+  if (tokens > requests) _Pragma("omp for schedule(dynamic) nowait")
+  for (long item = tokens * kv_heads - 1; item >= 0; item--) {  // a prompt's last tiles see the most keys
+    long t = item / kv_heads, h = item % kv_heads, r = request_of(t, starts, requests), end = starts[r + 1];
+    if (end - starts[r] <= FEW || (t - starts[r]) % tile) continue;
+    tile_of_REAL(out + (t * heads + h * group) * dim, q + t * q_stride + h * group * dim, q_stride, k_cache + h * dim,
+                 v_cache + h * dim, table + r * table_stride, block_size, seq_lens[r] - (end - t),
+                 end - t < tile ? end - t : tile, group, kv_heads * dim, heads, dim, scale);
+  }
+  _Pragma("omp for schedule(dynamic)")
   for (long item = 0; item < tokens * parts; item++) {
-    long t = item / parts, r = 0, end = requests;
-    while (end - r > 1) if (starts[(r + end) / 2] <= t) r = (r + end) / 2; else end = (r + end) / 2;
-    if (starts[r + 1] - starts[r] > most_queries) continue;
+    long t = item / parts, r = request_of(t, starts, requests);
+    if (starts[r + 1] - starts[r] > FEW) continue;
     long keys = seq_lens[r] - (starts[r + 1] - 1 - t);  // up to the token itself
     long h0 = item % parts * kv_heads / parts, h1 = (item % parts + 1) * kv_heads / parts;
     float top[heads], sum[heads], *o = out + t * heads * dim;
@@ -260,7 +360,6 @@ int attention_REAL(float *out, const float *q, long q_stride, const REAL *k_cach
     for (long first = 0; first < keys; first += block_size) {
       long block = table[r * table_stride + first / block_size];
       long here = keys - first < block_size ? keys - first : block_size;
-      if (block < 0 || block >= blocks) { bad = 1; break; }
       for (long h = h0; h < h1; h++) for (long j = 0; j < here; j += RUN) {
         long at = ((block * block_size + j) * kv_heads + h) * dim, n = here - j < RUN ? here - j : RUN, g = h * group;
         heads_REAL(q + t * q_stride + g * dim, k_cache + at, v_cache + at, kv_heads * dim, n, group, dim, scale,
@@ -269,7 +368,77 @@ int attention_REAL(float *out, const float *q, long q_stride, const REAL *k_cach
     }
     for (long h = h0 * group; h < h1 * group; h++) for (long i = 0; i < dim; i++) o[h * dim + i] /= sum[h];
   }
-  return bad;
+}
+// out, q [tokens, heads, dim], q's rows q_stride apart; returns 1 if a block id is outside of the pool
+int attention_REAL(float *out, const float *q, long q_stride, const REAL *k_cache, const REAL *v_cache,
+                   const int32_t *table, long table_stride, const int32_t *seq_lens, const int32_t *starts,
+                   long requests, long heads, long kv_heads, long dim, long block_size, long blocks, float scale,
+                   long threads) {
+  long work = 0;
+  for (long r = 0; r < requests; r++) work += (starts[r + 1] - starts[r]) * seq_lens[r] * heads * dim;
+  if (outside(table, table_stride, seq_lens, requests, block_size, blocks)) return 1;
+  TEAM(work)
+  read_REAL(out, q, q_stride, k_cache, v_cache, table, table_stride, seq_lens, starts, requests, heads, kv_heads, dim,
+            block_size, scale, threads);
+  return 0;
+}
+"""
+
+# %% ../nbs/kernels/11c_cpu.ipynb #a99b4f13
+SHAPES = r"""
+typedef struct { const void *weight; const float *bias; long n, k, half; } Matrix;  // half: in bfloat16
+typedef struct {
+  Matrix qkv, o, gate_up, down;
+  const float *first_norm, *second_norm, *qk_norm;
+  void *k_cache, *v_cache;
+} Layer;
+typedef struct {  // what is the same for all layers of a step
+  float *x, *out, *normed, *qkv, *heads_out, *delta, *gate_up, *act;
+  const float *norm, *angles;
+  const int64_t *slots;
+  const int32_t *table, *seq_lens, *starts;
+  long layers, tokens, requests, table_stride, heads, kv_heads, dim, hidden, block_size, blocks, half, threads;
+  float eps, scale;
+} Step;
+"""
+
+# %% ../nbs/kernels/11c_cpu.ipynb #973ad7e1
+ATTENTION_STEP = r"""
+INLINE void attend_and_write_REAL(const Layer *l, const Step *s) {
+  long row = (s->heads + 2 * s->kv_heads) * s->dim;
+  turn_REAL(s->qkv, l->k_cache, l->v_cache, s->slots, s->angles, l->qk_norm, s->tokens, s->heads, s->kv_heads, s->dim,
+            s->eps);
+  read_REAL(s->heads_out, s->qkv, row, l->k_cache, l->v_cache, s->table, s->table_stride, s->seq_lens, s->starts,
+            s->requests, s->heads, s->kv_heads, s->dim, s->block_size, s->scale, s->threads);
+}
+"""
+
+# %% ../nbs/kernels/11c_cpu.ipynb #14beb01a
+DECODER = r"""
+static void product(const Matrix *w, float *y, const float *x, long m) {
+  if (w->half) product_bf16(y, x, w->weight, w->bias, m, w->n, w->k);
+  else product_f32(y, x, w->weight, w->bias, m, w->n, w->k);
+}
+// x [tokens, hidden] goes in, out [tokens, hidden] is the normed last state; returns 1: bad slot, 2: bad block
+int decoder(const Layer *layers, const Step *s) {
+  const Layer *end = layers + s->layers;
+  for (long t = 0; t < s->tokens; t++) if (s->slots[t] >= s->blocks * s->block_size) return 1;
+  if (outside(s->table, s->table_stride, s->seq_lens, s->requests, s->block_size, s->blocks)) return 2;
+  _Pragma("omp parallel num_threads(s->threads)")
+  {
+    for (const Layer *l = layers; l < end; l++) {
+      norm(s->normed, s->x, l == layers ? NULL : s->delta, l->first_norm, s->tokens, s->hidden, s->eps);
+      product(&l->qkv, s->qkv, s->normed, s->tokens);
+      if (s->half) attend_and_write_bf16(l, s); else attend_and_write_f32(l, s);
+      product(&l->o, s->delta, s->heads_out, s->tokens);
+      norm(s->normed, s->x, s->delta, l->second_norm, s->tokens, s->hidden, s->eps);
+      product(&l->gate_up, s->gate_up, s->normed, s->tokens);
+      activation(s->act, s->gate_up, s->tokens, l->down.k);
+      product(&l->down, s->delta, s->act, s->tokens);
+    }
+    norm(s->out, s->x, s->delta, s->norm, s->tokens, s->hidden, s->eps);
+  }
+  return 0;
 }
 """
 
@@ -279,15 +448,16 @@ def for_both_types(source: str) -> str:
     return source.replace("REAL", "f32") + source.replace("REAL", "bf16")
 
 
-SOURCE = VECTORS + GLUE + "".join(map(for_both_types, (LINEAR, LINEAR_LOOP, WRITE, READ, READ_LOOP)))
+TYPED = "".join(map(for_both_types, (LINEAR, LINEAR_LOOP, WRITE, READ, READ_TILE, READ_LOOP)))
+SOURCE = VECTORS + GLUE + CHECKS + TYPED + SHAPES + for_both_types(ATTENTION_STEP) + DECODER
 
 # %% ../nbs/kernels/11c_cpu.ipynb #54d35afe
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 SIGNATURES = {  # p: a pointer, l: an integer, f: a float; the threads come last
-    "add_rms_norm": "pppp ll f l", "silu_and_mul": "pp ll l",
+    "add_rms_norm": "pppp ll f l", "silu_and_mul": "pp ll l", "decoder": "pp",
     **{f"linear_{s}": "pppp lll l" for s in SUFFIX.values()},
     **{f"rope_and_write_{s}": "pppppp lllll f l" for s in SUFFIX.values()},
-    **{f"attention_{s}": "pp l pp p l pp lllllll f l" for s in SUFFIX.values()},
+    **{f"attention_{s}": "pp l pp p l pp llllll f l" for s in SUFFIX.values()},
 }
 LETTERS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
@@ -298,7 +468,7 @@ def load(path: Path) -> ctypes.CDLL:
     for name, letters in SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes = [LETTERS[c] for c in letters.replace(" ", "")]
-        function.restype = ctypes.c_int if name.startswith(("rope", "attention")) else None
+        function.restype = ctypes.c_int if name.startswith(("rope", "attention", "decoder")) else None
     return found
 
 
@@ -422,8 +592,8 @@ def in_rows(x: Tensor) -> bool:
 
 
 def read_paged(out: Tensor, query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-               query_start_loc: Tensor, scale: float, most_queries: int) -> None:
-    """Attention [T, H, D] of the requests with at most `most_queries` tokens, into `out`; other rows stay as they are.
+               query_start_loc: Tensor, scale: float) -> None:
+    """Attention [T, H, D] of all requests' tokens, into `out`; rows of padding stay as they are.
 
     query: [T, H, D] float32, one token's numbers in a row. IndexError for a block outside of the pool.
     """
@@ -433,6 +603,45 @@ def read_paged(out: Tensor, query: Tensor, kv_cache: Tensor, block_table: Tensor
     bad = getattr(functions(), f"attention_{SUFFIX[kv_cache.dtype]}")(
         at(out), query.data_ptr(), query.stride(0), *halves(kv_cache), block_table.data_ptr(), block_table.stride(0),
         at(seq_lens, torch.int32), at(query_start_loc, torch.int32), seq_lens.shape[0], query.shape[1], kv_heads, dim,
-        block_size, blocks, most_queries, scale, torch.get_num_threads())  # fmt: skip
+        block_size, blocks, scale, torch.get_num_threads())  # fmt: skip
     if bad:
         raise IndexError(f"a block id is outside of the pool of {blocks} blocks")
+
+# %% ../nbs/kernels/11c_cpu.ipynb #024e650e
+class Matrix(ctypes.Structure):
+    """A packed matrix, as C sees it."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("n", ctypes.c_long), ("k", ctypes.c_long),
+                ("half", ctypes.c_long)]  # fmt: skip
+
+    @classmethod
+    def of(cls, linear: PackedLinear) -> Matrix:
+        """Points at the weights of `linear`, which must live as long."""
+        half = linear.weight.dtype == torch.bfloat16
+        return cls(*linear.addresses, linear.out_features, linear.in_features, half)
+
+
+class Layer(ctypes.Structure):
+    """Where a layer's numbers lie."""
+
+    _fields_ = [*((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+                *((name, ctypes.c_void_p) for name in ("first", "second", "qk", "k_cache", "v_cache"))]  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    """What is the same for all layers of a step: addresses, sizes, and two numbers."""
+
+    POINTERS = ("x", "out", "normed", "qkv", "read", "delta", "gate_up", "act", "norm", "angles", "slots", "table",
+                "seq_lens", "starts")  # fmt: skip
+    SIZES = ("layers", "tokens", "requests", "table_stride", "heads", "kv_heads", "dim", "hidden", "block_size",
+             "blocks", "half", "threads")  # fmt: skip
+    _fields_ = [*((name, ctypes.c_void_p) for name in POINTERS), *((name, ctypes.c_long) for name in SIZES),
+                ("eps", ctypes.c_float), ("scale", ctypes.c_float)]  # fmt: skip
+
+
+def run_decoder(layers: ctypes.Array[Layer], step: Step) -> None:
+    """All layers, in one call. IndexError for a slot or a block outside of the pool; nothing is written then."""
+    step.layers, step.threads = len(layers), torch.get_num_threads()
+    if bad := functions().decoder(layers, ctypes.byref(step)):
+        what = ("a slot", "a block id")[bad - 1]
+        raise IndexError(f"{what} is outside of the pool of {step.blocks} blocks of {step.block_size} slots")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from walkvllm.kernels import tl, triton
 from walkvllm.kernels.paged_write import token_rows
 
 # %% auto #0
-__all__ = ['TILES', 'find_request', 'find_slots', 'load_keys', 'softmax_round', 'cap_scores', 'paged_attention_kernel',
-           'reduce_splits_kernel', 'ReadConfig', 'pick_config', 'read_triton']
+__all__ = ['TILES', 'PROCESSORS', 'find_request', 'find_slots', 'load_keys', 'softmax_round', 'cap_scores',
+           'paged_attention_kernel', 'reduce_splits_kernel', 'ReadConfig', 'architecture', 'pick_config', 'read_triton']
 
 # %% ../nbs/kernels/11a_paged_attention.ipynb #648f4b67
 @triton.jit
@@ -184,7 +185,7 @@ class ReadConfig:
 
 TILES = {  # (16 bits a number, a prompt, a head size above 128): rows, keys a round, warps, stages, and stages if split
     (True, True, False): (64, 64, 8, 2, 2),
-    (True, True, True): (32, 32, 4, 2, 2),
+    (True, True, True): (64, 32, 8, 2, 2),
     (True, False, False): (16, 64, 4, 3, 3),
     (True, False, True): (16, 32, 4, 3, 3),
     (False, True, False): (16, 32, 8, 3, 2),  # the matrix units do not take 32 bits: its tiles fill the registers soon
@@ -194,14 +195,27 @@ TILES = {  # (16 bits a number, a prompt, a head size above 128): rows, keys a r
 }
 
 
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}  # A100, H100, B200, MI300X
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """What a device is called in `PROCESSORS`, by its compiler too: "sm_90", for one; or "cpu"."""
+    if device.type == "cpu":
+        return "cpu"
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
 def pick_config(num_reqs: int, max_query_len: int, max_seq_len: int, kv_heads: int, head_dim: int,
-                dtype: torch.dtype, device: str) -> ReadConfig:
-    """The cut for a step of this shape."""
-    if device == "cpu":  # the interpreter pays for each operation, whatever its size
+                dtype: torch.dtype, arch: str) -> ReadConfig:
+    """The cut for a step of this shape. A kind of GPU that is in no table is taken for an H100."""
+    if arch == "cpu":  # the interpreter pays for each operation, whatever its size
         return ReadConfig(block_m=64, tile_n=64)
     prompt = max_query_len > 1
     block_m, tile_n, num_warps, *num_stages = TILES[dtype.itemsize == 2, prompt, head_dim > 128]
-    to_fill = 256 // (num_reqs * kv_heads)  # about two programs for each processor of a large GPU
+    to_fill = 2 * PROCESSORS.get(arch, 132) // (num_reqs * kv_heads)  # two programs for each processor
     worth_it = max_seq_len // (4 * tile_n)  # with fewer rounds than four, merging costs more than it gains
     splits = 1 if prompt else 1 << max(0, min(to_fill, worth_it, 32).bit_length() - 1)
     return ReadConfig(block_m, tile_n, splits, num_warps, num_stages[splits > 1])
@@ -215,8 +229,8 @@ def read_triton(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: 
     max_query_len and max_seq_len are known on the host, so that nothing here waits for the device.
     """
     num_reqs, kv_heads, head_dim = seq_lens.shape[0], kv_cache.shape[3], kv_cache.shape[4]
-    device = query.device.type
-    cfg = config or pick_config(num_reqs, max_query_len, max_seq_len, kv_heads, head_dim, query.dtype, device)
+    device, arch = query.device, architecture(query.device)
+    cfg = config or pick_config(num_reqs, max_query_len, max_seq_len, kv_heads, head_dim, query.dtype, arch)
     query = token_rows(query)
     tokens, heads, _ = query.shape
     group, splits = heads // kv_heads, cfg.num_splits
@@ -234,7 +248,7 @@ def read_triton(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: 
         num_reqs, scale, query.stride(0), block_table.stride(0), splits,
         KV_HEADS=kv_heads, GROUP=group, BLOCK_SIZE=kv_cache.shape[2], BLOCK_Q=block_q, BLOCK_M=block_m,
         TILE_N=cfg.tile_n, SPLIT=splits > 1, WINDOW=window, SOFT_CAP=soft_cap,
-        WIDEN=device == "cpu" and query.dtype == torch.bfloat16,
+        WIDEN=arch == "cpu" and query.dtype == torch.bfloat16,
         num_warps=cfg.num_warps, num_stages=cfg.num_stages, **dims,
     )  # fmt: skip
     if splits > 1:

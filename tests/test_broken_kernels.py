@@ -59,6 +59,14 @@ BROKEN: dict[str, tuple[str, str, str]] = {  # what is broken: file, the text as
     "the window does not spare the loads": (READ, "tl.maximum(context + first - WINDOW + 1, 0) // TILE_N if WINDOW else 0", "0"),
     "the cap is twice as high": (READ, "SOFT_CAP - 2 * SOFT_CAP / (1 +", "2 * SOFT_CAP - 4 * SOFT_CAP / (1 +"),
     "the cap comes before the scale": (READ, 'cap_scores(tl.dot(q, k, input_precision="ieee") * scale, SOFT_CAP)', 'cap_scores(tl.dot(q, k, input_precision="ieee"), SOFT_CAP) * scale'),
+    "the row of the answer in 32 bits": (READ, "flat = (query_start + token).to(tl.int64)", "flat = query_start + token"),
+    "the table's row in 32 bits": (READ, "request.to(tl.int64) * table_stride", "request * table_stride"),
+    "the merged row in 32 bits": (READ, "    row = tl.program_id(0).to(tl.int64)\n    part", "    row = tl.program_id(0)\n    part"),
+    "all read the first head": (READ, "at = slot * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM", "at = slot * (KV_HEADS * HEAD_DIM)"),
+    "a slice is taken for whole rows": (READ, "flat[:, None] * query_stride", "flat[:, None] * (KV_HEADS * GROUP * HEAD_DIM)"),
+    "a group does not fit its tile": (READ, "block_m = max(cfg.block_m, triton.next_power_of_2(group))", "block_m = cfg.block_m"),
+    "padding keeps what memory held": (READ, "out = torch.zeros_like(query)", "out = torch.full_like(query, 7.0)"),
+    "the merged total counts all alike": (READ, "tl.sum(tl.load(part_total_ptr + part) * worth, 0)", "tl.sum(tl.load(part_total_ptr + part), 0)"),
     # the paged write
     "V in the place of K": (WRITE, "tl.store(k_cache_ptr + slot * WIDTH + i, key", "tl.store(k_cache_ptr + slot * WIDTH + i, value"),
     "padding is written": (WRITE, "    if slot < 0:\n        return\n", ""),
@@ -113,6 +121,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {  # what is broken: file, the text as
     "the mapped slot in 32 bits": (FUSED, "mask=real, other=0).to(tl.int64)", "mask=real, other=0)"),
     "only the first tile of a request": (FUSED, "for first in range(tl.load(query_start_loc_ptr + request), end, TILE):", "for first in range(tl.load(query_start_loc_ptr + request), min(end, tl.load(query_start_loc_ptr + request) + 1), TILE):"),
     "a request's rows run on": (FUSED, "slot_mapping_ptr + row, slot, mask=row < end)", "slot_mapping_ptr + row, slot, mask=row < num_rows)"),
+    "the mapped request in 32 bits": (FUSED, "request = tl.program_id(0).to(tl.int64)", "request = tl.program_id(0)"),
     # top-k and top-p
     "ties with the k-th go": (TOP, ">= k, bit, 0)", "> k, bit, 0)"),
     "negative logits in the wrong order": (TOP, "tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)", "bits"),
@@ -130,21 +139,33 @@ BROKEN: dict[str, tuple[str, str, str]] = {  # what is broken: file, the text as
 }  # fmt: skip
 
 
-def reads() -> Iterator[Callable[[], None]]:
+def far_away(run: Callable[..., None], far: Far) -> None:
+    """One of the checks of rows behind 2**31 elements; then the programs are told their own numbers again."""
+    try:
+        run(2**31 // 1024 + 3, 1024, far)
+    finally:
+        far(0)
+
+
+def reads(far: Far) -> Iterator[Callable[[], None]]:
     """Checks of the paged read, the quick and telling ones first."""
     for what in ("one decode among prefills", "more rows than tokens", "a whole block at once", "scores that overflow exp",
-                 "head size that is no power of two", "group that is no power of two", "bfloat16"):
+                 "head size that is no power of two", "group that is no power of two", "group larger than a tile", "bfloat16"):
         yield partial(cases.test_chosen_shapes, "triton", what)
-    for seed in range(20):
-        yield partial(cases.test_random_shapes, "triton", seed)
+    for run in fused_cases.FAR_READS:
+        yield partial(far_away, run, far)
+    yield partial(cases.test_offsets_beyond_32_bits, "triton")
+    yield partial(cases.test_slices_of_a_fused_projection, "triton")
+    yield cases.test_a_window_loads_only_its_own_tiles
+    yield partial(cases.test_tiles_of_any_size, "one decode among prefills", 16, 16)
+    yield partial(cases.test_tiles_of_any_size, "group larger than a tile", 16, 16)
     for splits in (2, 8):
         for what in ("decodes of very unlike length", "more rows than tokens", "one decode among prefills"):
             yield partial(cases.test_splits_merge_to_the_same, what, splits)
         for window, cap in ((1, 0.0), (17, 0.0), (0, 2.0)):
             yield partial(cases.test_windows_and_caps, "decodes of very unlike length", window, cap, splits)
-    yield partial(cases.test_tiles_of_any_size, "one decode among prefills", 16, 16)
-    yield cases.test_a_window_loads_only_its_own_tiles
-    yield partial(cases.test_offsets_beyond_32_bits, "triton")
+    for seed in range(20):
+        yield partial(cases.test_random_shapes, "triton", seed)
 
 
 def writes(far: Far) -> Iterator[Callable[[], None]]:
@@ -154,7 +175,7 @@ def writes(far: Far) -> Iterator[Callable[[], None]]:
         yield partial(cases.test_write_of_padding_only, name)
     yield partial(cases.test_random_shapes, "triton", 0)
     yield partial(cases.test_offsets_beyond_32_bits, "triton")
-    yield partial(fused_cases.far_write, 2**31 // 1024 + 3, 1024, far)
+    yield partial(far_away, fused_cases.far_write, far)
 
 
 def torch_reads(name: str) -> Iterator[Callable[[], None]]:
@@ -175,23 +196,24 @@ def with_patch(test: Callable[..., None], *args: object) -> None:
 
 
 def fused_checks(far: Far) -> Iterator[Callable[[], None]]:
+    for run in (fused_cases.far_add_rms_norm, fused_cases.far_silu_and_mul, fused_cases.far_rope_and_write,
+                fused_cases.far_slots):
+        yield partial(far_away, run, far)
     for test in (fused_cases.test_add_rms_norm, fused_cases.test_silu_and_mul, fused_cases.test_rope_and_write,
                  fused_cases.test_slot_mapping):
         for seed in range(16):
             yield partial(test, seed)
-    for run in (fused_cases.far_add_rms_norm, fused_cases.far_silu_and_mul, fused_cases.far_rope_and_write):
-        yield partial(run, 2**31 // 1024 + 3, 1024, far)
 
 
 def top_checks(far: Far) -> Iterator[Callable[[], None]]:
+    yield partial(far_away, fused_cases.far_top_k, far)
     for seed in range(17):  # 16: a run of them
         yield partial(with_patch, fused_cases.test_top_k_top_p, seed)
-    yield partial(fused_cases.far_top_k, 2**31 // 1024 + 3, 1024, far)
 
 
 def checks(name: str, far: Far) -> Iterator[Callable[[], None]]:
     """What is tried on a file, one after the other, until something turns red."""
-    return {READ: reads, WRITE: partial(writes, far), NAIVE: partial(torch_reads, "naive"), FUSED: partial(fused_checks, far),
+    return {READ: partial(reads, far), WRITE: partial(writes, far), NAIVE: partial(torch_reads, "naive"), FUSED: partial(fused_checks, far),
             TORCH: partial(torch_reads, "torch"), TOP: partial(top_checks, far)}[name]()
 
 

@@ -53,7 +53,7 @@ RULES: dict[str, tuple[str, str, str]] = {  # what is broken: module, the line a
     "min_tokens ends": ("sampling_metadata", '+ p.min_tokens)', "+ p.min_tokens + 1)"),
     "ends outside the vocabulary": ("sampling_metadata", " for t in p.all_stop_token_ids if t in known", " for t in p.all_stop_token_ids"),
     "the prompt is no answer": ("sampling_metadata", "counts = count_tokens(ids, start, stop,", "counts = count_tokens(ids, np.zeros_like(start), stop,"),
-    "the prompt counts for repetition": ("sampling_metadata", "(count_tokens(ids, np.zeros_like(start), start, self.vocab_size) + counts) > 0", "counts > 0"),
+    "the prompt counts for repetition": ("sampling_metadata", "(count_tokens(ids, np.zeros_like(start), start, self.vocab_size, self.device) + counts) > 0", "counts > 0"),
     # log probabilities
     "ties: the lower id": ("logprobs", "((in_order << 32) - ids)", "((in_order << 32) + ids)"),
     "negative floats in order": ("logprobs", "torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)", "bits"),

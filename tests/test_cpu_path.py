@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from test_kernels import CHOSEN, Shape, build, random_shape, write_and_read
 
 from walkvllm import LLM, SamplingParams
-from walkvllm.attention import MOST_QUERIES, CpuBackend, get_backend
+from walkvllm.attention import CpuBackend, get_backend
 from walkvllm.compiled_model import CompiledLM
 from walkvllm.kernels import compiler, cpu
 from walkvllm.models import CausalLM, apply_rope
 
 torch.set_num_threads(1)
 EMBEDDED = Path(str(files("walkvllm"))) / "tales-3m"
+FEW = 32  # query tokens of a request that C reads one by one
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="needs a C compiler")
 
 
@@ -127,10 +128,12 @@ def test_chosen_shapes_with_threads(what: str, threads: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("queries", [MOST_QUERIES, MOST_QUERIES + 1])
-def test_prompts_on_both_sides_of_the_limit(queries: int) -> None:
+@pytest.mark.parametrize("queries", [FEW, FEW + 1, 97, 200])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (1, 7, 20), (2, 1, 128), (1, 3, 80)])
+def test_prompts_on_both_sides_of_the_limit(queries: int, heads: tuple[int, int, int], threads: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        write_and_read("cpu", Shape(((queries, 5), (1, 40), (queries, 0), (2, 2)), 2, 2, 64, 8, dtype=dtype, padding=2))
+        shape = Shape(((queries, 5), (1, 40), (queries, 0), (2, 2), (queries, 130)), *heads, 8, dtype=dtype, padding=2)
+        write_and_read("cpu", shape)
 
 
 @needs_compiler

@@ -5,15 +5,17 @@ from __future__ import annotations
 import mmap
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from test_kernels import TOLERANCE, device_of, needs_triton, sanitizer  # noqa: F401  (sanitizer: for every test here)
 from torch import Tensor
+from walkvllm.kernels.paged_read import attend
 
 from walkvllm import attention, sampler
-from walkvllm.kernels import fused, paged_write, top_k_top_p
+from walkvllm.kernels import fused, paged_attention, paged_write, top_k_top_p
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:overflow encountered in exp")]  # 1 / inf is right
 DEVICE = device_of("triton")
@@ -306,6 +308,45 @@ def far_write(row: int, width: int, launch: Callable[[int], None]) -> None:
     assert torch.equal(pool[0, 2], key[row]) and torch.equal(pool[1, 2], value[row])
 
 
-@pytest.mark.parametrize("run", [far_add_rms_norm, far_silu_and_mul, far_rope_and_write, far_top_k, far_write])
+def far_slots(row: int, width: int, launch: Callable[[int], None]) -> None:
+    """A request's row of the block table is far."""
+    starts, table = promised(row + 2, torch.int32), promised((row + 1) * width, torch.int32).view(-1, width)
+    starts[row + 1], table[row, 0] = 1, 7
+    slots, positions = torch.zeros(1, dtype=torch.int64), torch.tensor([3])
+    launch(row)
+    fused.slot_mapping_kernel[(1,)](slots, positions, starts, table, 1, width, BLOCK_SIZE=8, TILE=16)
+    assert slots.tolist() == [7 * 8 + 3]
+
+
+def far_read(row: int, width: int, launch: Callable[[int], None], tokens_before: int = 0, splits: int = 1) -> None:
+    """A request's row of the block table is far, or its token behind so many of another request."""
+    dim = width // 4  # 4 query heads, 2 KV heads
+    request, tokens = (1, tokens_before + 1) if tokens_before else (row, 1)
+    starts, lens = promised(request + 2, torch.int32), promised(request + 1, torch.int32)
+    table, pool = promised((request + 1) * width, torch.int32).view(-1, width), torch.randn(2, 3, 8, 2, dim).half()
+    starts[request], starts[request + 1], lens[request] = tokens - 1, tokens, 5
+    table[request, 0] = 2
+    query, out = (promised(tokens * width, torch.float16).view(tokens, 4, dim) for _ in range(2))
+    query[tokens - 1] = torch.randn(4, dim)
+    parts = [promised(tokens * 4 * splits * n if splits > 1 else 1, torch.float32) for n in (dim, 1, 1)]
+    launch((tokens - 1) // 8 + request)  # the number of the request's tile
+    paged_attention.paged_attention_kernel[(1, 2, splits)](
+        out, query, *parts, *pool, table, lens, starts, request + 1, 0.1, width, width, splits,
+        KV_HEADS=2, GROUP=2, HEAD_DIM=dim, DIM_TILE=dim, BLOCK_SIZE=8, BLOCK_Q=8, BLOCK_M=16, TILE_N=16,
+        SPLIT=splits > 1, WINDOW=0, SOFT_CAP=0.0, WIDEN=False)
+    if splits > 1:
+        for head in range(4):
+            launch((tokens - 1) * 4 + head)
+            paged_attention.reduce_splits_kernel[(1,)](out, *parts, HEAD_DIM=dim, DIM_TILE=dim, NUM_SPLITS=splits)
+    want = attend(query[tokens - 1 :], pool[0, 2, :5], pool[1, 2, :5], 0.1, torch.float64)
+    close(out[tokens - 1 :], want.double(), torch.float16)
+
+
+FAR_READS = [far_read, partial(far_read, tokens_before=2**31 // 1024 + 3),
+             partial(far_read, tokens_before=2**20 + 3, splits=2)]
+FAR = [far_add_rms_norm, far_silu_and_mul, far_rope_and_write, far_top_k, far_write, far_slots, *FAR_READS]
+
+
+@pytest.mark.parametrize("run", FAR)
 def test_rows_beyond_32_bits(run: Callable[..., None], far: Callable[[int], None]) -> None:
     run(2**31 // 1024 + 3, 1024, far)

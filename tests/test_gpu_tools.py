@@ -69,4 +69,5 @@ def test_the_gpu_script_runs_to_its_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads((tmp_path / "gpu.json").read_text())
     assert not [name for name, part in result.items() if isinstance(part, dict) and {"failed", "skipped"} & set(part)]
-    assert all(row["right"] for row in result["correctness"]) and result["engine"][0]["tokens_out"] > 0
+    assert all(row["right"] for row in result["correctness"]) and all(row["same"] for row in result["graph"])
+    assert all(row["tokens_out"] > 0 for row in result["engine"]) and result["engine"][0]["graphs"] > 0

@@ -25,10 +25,11 @@ DEPTH = {
     "scheduler": 5.5,  # page 7, after page 6's blocks, which it spends
     "update": 5.7,  # page 14, the last third of a step: it frees page 6's blocks
     "model_runner": 7.5,  # page 12, after the batch, the model and the attention that it runs
+    "cuda_graphs": 7.6,  # page 12b, beside it
     "kernels.paged_write": 11.5,  # page 10, behind the interface of page 11's attention
 }
 ONLOOKERS_FROM = 16  # pages from here on look at the engine: they may import anything, and no engine module them
-ONLOOKERS = {"show", "schedule_trace"}  # so do these
+ONLOOKERS = {"show", "schedule_trace", "pretend_card"}  # so do these
 # Where the engine opens a door to an onlooker, inside a function, for whoever asks to look.
 DOORS_TO_ONLOOKERS = {("llm", "walk"), ("llm", "trace"), ("engine_core_proc", "trace")}
 FAST_TWINS = {"compiled_model", "fused_model"}  # page 09's decoder again, for a backend's kernels

@@ -146,16 +146,26 @@ class Case:
 
 
 def random_shape(seed: int) -> Shape:
-    rnd = random.Random(seed)
+    """The first twenty are small; behind them head and block sizes up to 256 and groups up to 16, of whatever size."""
+    rnd, wide = random.Random(seed), seed >= 20
     requests = []
     for _ in range(rnd.randint(1, 6)):
         decode = rnd.random() < 0.55
         requests.append((1 if decode else rnd.randint(2, 36), rnd.choice([0, rnd.randint(0, 90 if decode else 40)])))
     block_size = rnd.choice([1, 4, 8, 8, 16, 16, 32])
+    if wide:
+        block_size = rnd.choice([8, 16, 32, 64, 128, 256, rnd.randint(1, 256)])
+        requests[0] = (requests[0][0], rnd.choice([requests[0][1], rnd.randint(0, 300)]))
+        if rnd.random() < 0.3 and block_size <= 64:  # all have a block to share
+            requests = [(q, c + block_size) for q, c in requests]
     shared = min(c for _, c in requests) // block_size
     dtype = rnd.choice([torch.float32] * 4 + [torch.float16, torch.bfloat16])
-    return Shape(tuple(requests), kv_heads=rnd.choice([1, 2, 3]), group=rnd.choice([1, 1, 2, 3, 4, 7, 8]),
-                 head_dim=rnd.choice([16, 24, 32, 64, 80, 128]), block_size=block_size, dtype=dtype,
+    kv_heads, group = rnd.choice([1, 2, 3]), rnd.choice([1, 1, 2, 3, 4, 7, 8])
+    head_dim = rnd.choice([16, 24, 32, 64, 80, 128])
+    if wide:
+        group = rnd.choice([group, rnd.randint(1, 16)])
+        head_dim = rnd.choice([32, 64, 96, 128, 256, 8 * rnd.randint(4, 32)])
+    return Shape(tuple(requests), kv_heads, group, head_dim, block_size, dtype=dtype,
                  padding=rnd.choice([0, 0, 3]), shared=rnd.choice([0, shared]), loud=rnd.choice([1.0, 1.0, 40.0]))
 
 
@@ -260,6 +270,11 @@ CHOSEN = {
     "head size below a tile": Shape(((1, 20), (7, 9)), 2, 2, 8, 16),
     "group that is no power of two": Shape(((1, 20), (7, 9)), 1, 7, 16, 16),
     "group larger than a tile": Shape(((1, 20), (7, 9)), 1, 24, 16, 16),
+    "heads of 32, blocks of 256": Shape(((1, 20), (7, 300)), 1, 2, 32, 256),
+    "heads of 192, blocks of 64": Shape(((1, 20), (7, 90)), 1, 3, 192, 64),
+    "heads of 256, blocks of 128": Shape(((1, 150), (7, 9)), 2, 2, 256, 128),
+    "heads of 256, float16": Shape(((1, 40), (7, 9)), 1, 4, 256, 8, torch.float16),
+    "heads of 256, bfloat16": Shape(((1, 40), (7, 9)), 1, 4, 256, 256, torch.bfloat16),
     "blocks of one token": Shape(((1, 20), (7, 9)), 2, 2, 16, 1),
     "blocks of an odd size": Shape(((1, 20), (7, 9)), 2, 2, 16, 11),
     "float16": Shape(((1, 40), (7, 9)), 2, 2, 64, 16, torch.float16),
@@ -464,18 +479,22 @@ def test_a_window_loads_only_its_own_tiles() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 500, 20))
 def test_more_splits_windows_and_caps(first: int) -> None:
-    """Random shapes again, with keys split, windows, caps, and tiles of other sizes."""
+    """Random shapes again, with keys split, windows, caps, and tiles of other sizes; not so many tokens."""
     for seed in range(first, first + 20):
         rnd = random.Random(-seed)
         shape = replace(random_shape(seed), window=rnd.choice([0, rnd.randint(1, 60)]), cap=rnd.choice([0.0, 0.0, 3.0]))
-        read_with(ReadConfig(rnd.choice([16, 32, 64]), rnd.choice([16, 32, 64]), rnd.choice([1, 2, 4, 16])), shape)
+        config = ReadConfig(rnd.choice([16, 32, 64]), rnd.choice([16, 32, 64]), rnd.choice([1, 2, 4, 16]))
+        if config.num_splits > 1:
+            few = tuple((min(q, 3), c) for q, c in shape.requests[:3])
+            shape = replace(shape, requests=few, kv_heads=min(shape.kv_heads, 8 // shape.group + 1))
+        read_with(config, shape)
 
 
 def test_configurations_for_a_gpu() -> None:
     """Long lone decodes are split, full batches and prefills are not; a split count is a power of two."""
 
-    def splits(num_reqs: int, max_query_len: int, max_seq_len: int) -> int:
-        config = paged_attention.pick_config(num_reqs, max_query_len, max_seq_len, 8, 128, torch.bfloat16, "cuda")
+    def splits(num_reqs: int, max_query_len: int, max_seq_len: int, arch: str = "sm_90") -> int:
+        config = paged_attention.pick_config(num_reqs, max_query_len, max_seq_len, 8, 128, torch.bfloat16, arch)
         return config.num_splits
 
     assert splits(1, 1, 8192) == 32
@@ -483,6 +502,10 @@ def test_configurations_for_a_gpu() -> None:
     assert splits(64, 1, 8192) == 1
     assert splits(1, 1, 100) == 1
     assert splits(1, 512, 8192) == 1
+    assert splits(1, 1, 8192, "sm_80") == 16  # 108 processors
+    assert splits(4, 1, 8192, "gfx942") == 16  # 304
+    assert splits(4, 1, 8192, "a new one") == splits(4, 1, 8192)
+    assert paged_attention.architecture(torch.device("cpu")) == "cpu"
     assert all(n & (n - 1) == 0 for n in (splits(r, 1, s) for r in range(1, 40) for s in (1, 300, 1000, 5000)))
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
 from clients import CLIENTS, Engine
-from families import FAMILIES, Case, case
+from families import FAMILIES, Case, case, greedy
+from test_kernels import needs_triton
 
 from walkvllm import LLM, SamplingParams
 
 EMBEDDED = Path(str(files("walkvllm"))) / "tales-3m"
 MODELS = ["embedded", *FAMILIES]
-UNLIMITED = 4096
+UNLIMITED = 4096  # tokens a step
+AMPLE = 256  # blocks
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +73,7 @@ def test_same_tokens(models: Path, name: str, block_size: int, chunk: int, pool:
 def table_settings(c: Case, block_size: int, chunk: int, pool: str, caching: bool) -> dict[str, object]:
     "What a row of the table means."
     longest = max(len(p) + n for p, n in zip(c.prompts, c.max_tokens, strict=True))
-    blocks = 2 + -(-longest // block_size) + (32 // block_size) if pool == "tight" else 256
+    blocks = 2 + -(-longest // block_size) + (32 // block_size) if pool == "tight" else AMPLE
     return {
         "block_size": block_size, "max_num_batched_tokens": chunk, "max_num_seqs": 8, "num_gpu_blocks_override": blocks,
         "enable_prefix_caching": caching, "max_model_len": 128 if pool == "ample" else None,
@@ -157,12 +161,79 @@ def test_same_tokens_from_a_process_with(models: Path, client: str, name: str, s
     check_through(client, get(name, models), 2, **settings)
 
 
-def test_same_tokens_through_triton(models: Path) -> None:
-    "The Triton sources, in the interpreter: slow, so one small family and short answers."
-    pytest.importorskip("triton")
-    c = get("qwen3", models)
-    small = Case(c.path, c.prompts[:4], [3, 2, 3, 2], [e[:n] for e, n in zip(c.expected, [3, 2, 3, 2], strict=False)])
-    check(small, attention_backend="triton", block_size=8, max_num_batched_tokens=12)
+# ---- each backend ----
+
+@cache
+def tiny(name: str, models: Path, block_size: int) -> Case:
+    "Two or three short prompts about the edge of a block, for those who take long over a token."
+    c, size = get(name, models), max(block_size, 8)
+    generator = torch.Generator().manual_seed(size)
+    lengths = [size - 1, size + 1, *[10] * (size == 8)]
+    prompts = [torch.randint(3, 150, (n,), generator=generator).tolist() for n in lengths]
+    prompts[2:] = [prompts[1][:8] + p[:2] for p in prompts[2:]]  # shares a block with the one before
+    counts = [3, 3, 2][: len(prompts)]  # the first one grows into a second block while the next one is there
+    return Case(c.path, prompts, counts, greedy(c.path, prompts, counts))
+
+
+def check_tiny(backend: str, name: str, models: Path, rounds: int, settings: dict[str, object]) -> LLM:
+    "As `check`; where the settings make a pool small, it is one that the tiny prompts do not fit into together."
+    size = int(str(settings.get("block_size", 16)))
+    if "num_gpu_blocks_override" in settings and settings["num_gpu_blocks_override"] != AMPLE:
+        settings = {**settings, "num_gpu_blocks_override": 1 + max(3, -(-19 // size))}
+    return check(tiny(name, models, size), rounds, **{**settings, "attention_backend": backend})
+
+
+OTHERS = ("naive", "torch", "triton")  # the compiled one for CPUs stands in all tables above
+
+
+def row(*values: object, quick: bool) -> object:
+    "A row of a test's table: of those in Triton's interpreter, only a few are quick."
+    marks = [] if values[0] != "triton" else [needs_triton] if quick else [needs_triton, pytest.mark.long]
+    return pytest.param(*values, marks=marks)
+
+
+@pytest.mark.parametrize(
+    "backend,name,block_size,chunk,pool,caching",
+    [
+        row(backend, *r, quick=r in {("qwen3", 8, 7, "tight", True), ("llama-bias", 8, UNLIMITED, "tight", False)})
+        for backend, r in itertools.product(OTHERS, TABLE)
+    ],
+)
+def test_same_tokens_with_each_backend(
+    models: Path, backend: str, name: str, block_size: int, chunk: int, pool: str, caching: bool
+) -> None:
+    settings = table_settings(tiny(name, models, block_size), block_size, chunk, pool, caching)
+    check_tiny(backend, name, models, 2 if caching else 1, settings)
+
+
+@pytest.mark.parametrize(
+    "backend,name,settings",
+    [
+        row(backend, name, settings, quick=name == "qwen3" and settings is SETTINGS[1])
+        for backend, name, settings in itertools.product(OTHERS, MODELS, SETTINGS)
+    ],
+    ids=named,
+)
+def test_same_tokens_with_each_backend_and(models: Path, backend: str, name: str, settings: dict[str, object]) -> None:
+    check_tiny(backend, name, models, 2, settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name,block_size,chunk,pool,caching", TABLE)
+@pytest.mark.parametrize("backend", ["naive", "torch"])
+def test_same_tokens_of_all_prompts_with_each_backend(
+    models: Path, backend: str, name: str, block_size: int, chunk: int, pool: str, caching: bool
+) -> None:
+    c = get(name, models)
+    settings = table_settings(c, block_size, chunk, pool, caching)
+    check(c, 2 if caching else 1, attention_backend=backend, **settings)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 8, 16, 32])
+def test_the_tiny_pools_preempt_too(models: Path, block_size: int) -> None:
+    settings = {"block_size": block_size, "num_gpu_blocks_override": 0, "enable_prefix_caching": False}
+    llm = check_tiny("cpu", "qwen3", models, 1, settings)
+    assert preemptions(llm, tiny("qwen3", models, block_size)) > 0
 
 
 def test_the_embedded_models_text() -> None:

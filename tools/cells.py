@@ -71,7 +71,14 @@ def has_compiler() -> bool:
     return library() is not None
 
 
-HERE = {"cuda": has_cuda, "compiler": has_compiler}  # flags of what a machine may have: if it has it, they are wanted
+def has_interpreter() -> bool:
+    """Whether Triton's kernels run on the CPU here."""
+    from walkvllm.attention import interpreting
+    return interpreting()
+
+
+# flags of what a machine may have: if it has it, they are wanted
+HERE = {"cuda": has_cuda, "compiler": has_compiler, "interpreter": has_interpreter}
 
 
 def pages(folder: Path | None = None) -> list[Path]:

@@ -43,7 +43,7 @@ TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cud
            "gfx942": ("hip", "gfx942", 64)}
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes a program may take
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-HEAD_SIZES = (32, 64, 80, 96, 128, 256)
+HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
 STEPS = {"prompts": (8, 512, 4096), "decodes": (64, 1, 4096), "a long decode": (1, 1, 65536)}
 
 
@@ -58,7 +58,7 @@ class Launch:
     aligned: frozenset[str] = frozenset()  # integers known to be divisible by 16, as pointers always are
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
     quick: bool = False
-    matrix: bool = False  # a tall tile of 16-bit numbers: must use the newest matrix instructions
+    matrix: bool = False  # a prompt in 16-bit numbers: must use the newest matrix instructions
 
     def __str__(self) -> str:
         return f"{self.kernel.__name__}: {self.case}"
@@ -86,7 +86,7 @@ class Launch:
 def attention(dtype: str, head_dim: int, step: str, kv_heads: int = 8, group: int = 2, block_size: int = 16,
               window: int = 0, soft_cap: float = 0.0) -> Iterator[Launch]:
     """The attention kernel as `pick_config` would have it, and the reduction where it splits."""
-    cfg = paged_attention.pick_config(*STEPS[step], kv_heads, head_dim, getattr(torch, dtype), "cuda")
+    cfg = paged_attention.pick_config(*STEPS[step], kv_heads, head_dim, getattr(torch, dtype), "sm_90")
     pointer, names = f"*{DTYPES[dtype]}", paged_attention.paged_attention_kernel.arg_names
     types = dict.fromkeys(names, "i32") | {n: pointer for n in names if n.endswith("_ptr")}
     types |= {n: "*fp32" for n in names if n.startswith("part_")} | {"scale": "fp32"}
@@ -103,11 +103,18 @@ def attention(dtype: str, head_dim: int, step: str, kv_heads: int = 8, group: in
         ("bfloat16", 128, "prompts"), ("bfloat16", 256, "a long decode"), ("float32", 256, "prompts"))
     yield Launch(paged_attention.paged_attention_kernel, case, types, constants, frozenset({"query_stride"}),
                  {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}, quick,
-                 dtype != "float32" and step == "prompts" and cfg.block_m >= 64)
+                 dtype != "float32" and step == "prompts")
     if cfg.num_splits > 1 and not extra:
-        yield Launch(paged_attention.reduce_splits_kernel, f"{dtype}, head size {head_dim}, {cfg.num_splits} parts",
-                     {n: "*fp32" for n in names if n.startswith("part_")} | {"out_ptr": pointer},
-                     dims | {"NUM_SPLITS": cfg.num_splits})
+        yield reduction(dtype, head_dim, cfg.num_splits)
+
+
+def reduction(dtype: str, head_dim: int, parts: int) -> Launch:
+    """The kernel that merges parts."""
+    names = paged_attention.reduce_splits_kernel.arg_names
+    types = {n: "*fp32" for n in names if n.startswith("part_")} | {"out_ptr": f"*{DTYPES[dtype]}"}
+    constants = {"HEAD_DIM": head_dim, "DIM_TILE": max(16, triton.next_power_of_2(head_dim)), "NUM_SPLITS": parts}
+    case = f"{dtype}, head size {head_dim}, {parts} parts"
+    return Launch(paged_attention.reduce_splits_kernel, case, types, constants)
 
 
 def simple(kernel: Any, case: str, dtype: str, constants: dict[str, Any], **types: str) -> Launch:
@@ -161,6 +168,7 @@ def launches() -> list[Launch]:
         for more in ({"group": 1}, {"group": 7}, {"group": 8}, {"block_size": 8}, {"block_size": 256},
                      {"window": 4096}, {"soft_cap": 50.0}):
             found += attention("bfloat16", 128, step, **more)
+    found += [reduction("bfloat16", 128, parts) for parts in (2, 4, 8, 16)]
     return found + [launch for dtype in DTYPES for launch in small(dtype)] + list(other())
 
 

@@ -12,14 +12,16 @@ goes on.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -328,71 +330,98 @@ def workload() -> tuple[list[list[int]], list[int]]:
     return prompts, [rnd.randint(low, high) for _ in range(requests)]
 
 
+def card() -> Any:
+    """The GPU; where there is none, one that records and replays what the interpreter does, with memory made up."""
+    from walkvllm.cuda_graphs import CudaCard, Memory
+    from walkvllm.pretend_card import PretendCard
+
+    return CudaCard() if CUDA else PretendCard([Memory(64 << 20, 64 << 20, 0, 0, 0)] * 10)
+
+
+def pretend_a_gpu() -> None:
+    """Lets the engine take every path that it takes on a GPU."""
+    from walkvllm import config, model_runner
+
+    config.on_gpu = lambda backend: True
+    model_runner.open_card = card
+
+
 def generate(model: Path, **more: Any) -> Row:
     """The whole workload through the engine; tokens a second of all that were sampled."""
     from walkvllm import LLM, SamplingParams
 
-    pool: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": BLOCK, "max_model_len": 64} if TINY else {
-        "kv_cache_memory_bytes": 40 << 30, "max_model_len": 4096}
-    llm = LLM(model=str(model), skip_tokenizer_init=True, attention_backend="triton", **pool, **more)
-    prompts, wanted = workload()
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in wanted]
-    inputs: list[Any] = [{"prompt_token_ids": p} for p in prompts]
-    llm.generate(inputs[:2], params[:2], use_tqdm=False)  # compiles
-    start = time.perf_counter()
-    outputs = llm.generate(inputs, params, use_tqdm=False)
-    if CUDA:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    made = sum(len(o.outputs[0].token_ids) for o in outputs)
-    if made != sum(wanted):
-        raise RuntimeError(f"{made} tokens came, {sum(wanted)} were asked for")
-    return {"requests": len(prompts), "tokens_in": sum(map(len, prompts)), "tokens_out": made,
-            "seconds": round(seconds, 2), "tokens_s": made / seconds, **more}
+    size: dict[str, Any] = {"block_size": BLOCK, "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 16,
+                            } if TINY else {"max_model_len": 4096}
+    begun = time.perf_counter()
+    with LLM(model=str(model), skip_tokenizer_init=True, attention_backend="triton", gpu_memory_utilization=0.9,
+             **size, **more) as llm:
+        ready = time.perf_counter() - begun
+        prompts, wanted = workload()
+        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in wanted]
+        inputs: list[Any] = [{"prompt_token_ids": p} for p in prompts]
+        llm.generate(inputs[:2], params[:2], use_tqdm=False)  # compiles
+        start = time.perf_counter()
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        if CUDA:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        made, found = sum(len(o.outputs[0].token_ids) for o in outputs), llm.llm_engine.vllm_config
+        if made != sum(wanted):
+            raise RuntimeError(f"{made} tokens came, {sum(wanted)} were asked for")
+        return {**more, "requests": len(prompts), "tokens_in": sum(map(len, prompts)), "tokens_out": made,
+                "seconds": round(seconds, 2), "tokens_s": made / seconds, "ready_s": round(ready, 2),
+                "blocks": found.cache_config.num_gpu_blocks, "graphs": len(found.cudagraph_capture_sizes)}
 
 
 def engine() -> list[Row]:
-    """Eager, and with graphs if the engine has them."""
-    from walkvllm.config import EngineArgs
-
+    """Eager, with graphs, and with the next step scheduled meanwhile; how large the pool is, the engine finds out."""
+    if not CUDA:
+        pretend_a_gpu()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(folder)
-        if "enforce_eager" not in {f.name for f in fields(EngineArgs)}:
-            return [generate(model), {"graphs": "not built: the engine has no enforce_eager yet"}]
-        return [generate(model, enforce_eager=True), generate(model, enforce_eager=False)]
+        for eager, pipelined in ((False, True), (True, False), (False, False), (True, True)):
+            rows.append(generate(model, enforce_eager=eager, async_scheduling=pipelined))
+            gc.collect()
+            if CUDA:
+                torch.cuda.empty_cache()
+    return rows
 
 
-def graph() -> Row:
-    """One decode step's forward pass, launch by launch and as one recorded graph. The runner has no part in it."""
-    if not CUDA:
-        return {"graph": "needs CUDA"}
+def graph() -> list[Row]:
+    """One decode step's forward pass, launch by launch and as the runner's recorded graph, with its padding."""
     from walkvllm.attention import CommonAttentionMetadata, get_backend
+    from walkvllm.config import EngineArgs, capture_sizes
+    from walkvllm.cuda_graphs import DecodeGraphs
     from walkvllm.fused_model import FusedLM
-    from walkvllm.spec import read_spec
     from walkvllm.weights import load_weights
 
-    batch, length = (2, 16) if TINY else (32, 1024)
+    rows, length = [], 16 if TINY else 1024
     with tempfile.TemporaryDirectory() as folder:
         path = random_model(folder)
-        spec = read_spec(json.loads((path / "config.json").read_text()))
+        config = EngineArgs(str(path), skip_tokenizer_init=True, dtype=str(DTYPE), block_size=BLOCK,
+                            max_model_len=64 if TINY else 4096, num_gpu_blocks_override=512).create_engine_config()
+        spec = config.model_config.spec
         model = FusedLM(spec, load_weights(path, spec, DTYPE, torch.device(DEVICE)))
-    s = step([(1, length - 1)] * batch)
-    caches = [torch.zeros_like(s.kv_cache) for _ in range(spec.num_layers)]
-    meta = CommonAttentionMetadata(batch, batch, 1, length, s.query_start_loc, s.seq_lens, s.block_table, s.slots)
-    ids, positions = torch.zeros(batch, dtype=torch.int64, device=DEVICE), (s.seq_lens - 1).long()
-    backend = get_backend("triton")
-
-    def forward() -> Tensor:
-        return model.compute_logits(model.forward(ids, positions, caches, meta, backend))
-
-    with torch.inference_mode():
-        eager, want = milliseconds(forward), forward()
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded):
-            out = forward()
-        replayed = milliseconds(recorded.replay)
-        return {"requests": batch, "keys": length, "eager_ms": round(eager, 4), "graph_ms": round(replayed, 4),
-                "same": bool(torch.allclose(out, want, atol=1e-2))}
+    for n in (1, 3) if TINY else (1, 8, 30, 100, 250):
+        s = step([(1, length - 1)] * n)
+        size = next(size for size in capture_sizes(512) if size >= n)
+        caches, backend = [s.kv_cache] * spec.num_layers, get_backend("triton")
+        meta = CommonAttentionMetadata(n, n, 1, length, s.query_start_loc, s.seq_lens, s.block_table, s.slots)
+        ids, positions = torch.zeros(n, dtype=torch.int64, device=DEVICE), (s.seq_lens - 1).long()
+        with torch.inference_mode():
+            graphs = DecodeGraphs(replace(config, cudagraph_capture_sizes=[size]), model, backend, caches, card())
+            graphs.capture([size])
+            forward = partial(model.forward, ids, positions, caches, meta, backend)
+            run = partial(graphs.run, ids, positions, meta)
+            got = run()
+            same = got is not None and torch.allclose(got, forward(), atol=3e-2, rtol=3e-2)
+            eager, copied, replayed = (milliseconds(way) for way in (forward, run, graphs.replays[size]))
+        rows.append({"requests": n, "padded_to": size, "keys": length, "eager_ms": round(eager, 4),
+                     "graph_ms": round(copied, 4), "replay_ms": round(replayed, 4), "same": same})
+        if not same:
+            raise RuntimeError(f"replay and eager step differ: {rows[-1]}")
+    return rows
 
 
 # ---- all of it ----

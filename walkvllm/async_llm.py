@@ -53,13 +53,14 @@ class AsyncLLM:
     "An engine for an event loop: generate() gives answers as they come, to as many callers as there are."
 
     def __init__(self, config: VllmConfig, chat_template: str | None = None) -> None:
-        self.vllm_config, self.closed = config, False
+        self.closed = False
         self.collectors: dict[str, RequestOutputCollector] = {}
         self.handler: asyncio.Task[None] | None = None
         self.input_processor = InputProcessor(config, chat_template)
         tokenizer = self.input_processor.tokenizer
         self.output_processor = OutputProcessor(tokenizer.backend if tokenizer else None)
         self.engine_core = AsyncMPClient(config)
+        self.vllm_config = self.input_processor.config = self.engine_core.config  # complete: a GPU has been measured
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:

@@ -20,9 +20,9 @@ from .kernels.paged_read import read_naive
 from .kernels.paged_write import reshape_and_cache_kernel, write_kv_naive, write_kv_torch, write_kv_triton
 
 # %% auto #0
-__all__ = ['GATHER_ELEMENTS', 'QUERY_TILE', 'MOST_QUERIES', 'BACKENDS', 'CommonAttentionMetadata', 'AttentionBackend',
-           'NaiveBackend', 'DecodeGroup', 'PrefillChunk', 'ReadPlan', 'slots_of', 'decode_groups', 'plan_decodes',
-           'plan_read', 'GatherBuffer', 'read_decodes', 'read_chunk', 'read_batched', 'TorchBackend', 'CpuBackend',
+__all__ = ['GATHER_ELEMENTS', 'QUERY_TILE', 'BACKENDS', 'CommonAttentionMetadata', 'AttentionBackend', 'NaiveBackend',
+           'DecodeGroup', 'PrefillGroup', 'ReadPlan', 'slots_of', 'decode_groups', 'plan_decodes', 'plan_prefills',
+           'plan_read', 'GatherBuffer', 'read_decodes', 'read_prefills', 'read_batched', 'TorchBackend', 'CpuBackend',
            'TritonBackend', 'interpreting', 'get_backend']
 
 # %% ../nbs/11b_attention.ipynb #63183a60
@@ -83,12 +83,11 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """One request with several query tokens: a prompt, or a part of one."""
+class PrefillGroup:
+    """Requests with several query tokens, equally many in each, and equally many keys: prompts, or parts of them."""
 
-    start: int  # its rows in the flat batch: from start up to end
-    end: int
-    slots: Tensor  # [L] int64, where its keys lie, those of this chunk included
+    rows: Tensor  # [B, Q] int64, their rows in the flat batch
+    slots: Tensor  # [B, L] int64, where their keys lie, those of this step included
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class ReadPlan:
     """What the batched read needs in a step, the same for every layer."""
 
     decodes: list[DecodeGroup]
-    prefills: list[PrefillChunk]
+    prefills: list[PrefillGroup]
 
 # %% ../nbs/11b_attention.ipynb #2d048469
 def slots_of(block_table: Tensor, lengths: Tensor, block_size: int) -> Tensor:
@@ -136,17 +135,26 @@ def plan_decodes(kv_cache: Tensor, block_table: Tensor, lengths: Tensor, rows: T
         yield DecodeGroup(rows[group], slots, bias[:, None, None, :])
 
 
+def plan_prefills(kv_cache: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor) -> Iterator[PrefillGroup]:
+    """Groups of requests with the same number of query tokens, more than one, and of keys, as big as a gather may be."""
+    _, _, block_size, kv_heads, head_dim = kv_cache.shape
+    alike: dict[tuple[int, int], list[int]] = {}
+    for r, (queries, length) in enumerate(zip(starts.diff().tolist(), lengths.tolist(), strict=True)):
+        if queries > 1:
+            alike.setdefault((queries, length), []).append(r)
+    for (queries, length), requests in alike.items():
+        most = max(1, GATHER_ELEMENTS // (kv_heads * head_dim * length))
+        for group in torch.tensor(requests, device=starts.device).split(most):
+            rows = starts[group].long()[:, None] + torch.arange(queries, device=starts.device)
+            yield PrefillGroup(rows, slots_of(block_table[group], lengths[group], block_size))
+
+
 def plan_read(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> ReadPlan:
     """Splits the step's requests into decodes and parts of prompts, and looks all their slots up."""
     lengths, query_lens = seq_lens.long(), query_start_loc.diff()
     one = query_lens == 1
     decodes = list(plan_decodes(kv_cache, block_table[one], lengths[one], query_start_loc[:-1][one].long()))
-    prefills = []
-    for r in (query_lens > 1).nonzero()[:, 0].tolist():
-        start, end = query_start_loc[r : r + 2].tolist()
-        slots = slots_of(block_table[r : r + 1], lengths[r : r + 1], kv_cache.shape[2])
-        prefills.append(PrefillChunk(start, end, slots[0]))
-    return ReadPlan(decodes, prefills)
+    return ReadPlan(decodes, list(plan_prefills(kv_cache, block_table, lengths, query_start_loc)))
 
 # %% ../nbs/11b_attention.ipynb #f2a3e382
 class GatherBuffer:
@@ -180,13 +188,15 @@ def read_decodes(query: Tensor, kv_cache: Tensor, group: DecodeGroup, scale: flo
 QUERY_TILE = 512  # query tokens whose mask is made at once
 
 
-def read_chunk(query: Tensor, kv_cache: Tensor, chunk: PrefillChunk, scale: float, buffer: GatherBuffer) -> Tensor:
-    """Attention [Q, H, D] of one request's chunk over the context before it and itself."""
-    k, v = (x.to(query.dtype).transpose(0, 1)[None] for x in buffer.gather(kv_cache, chunk.slots))
-    q = query[chunk.start : chunk.end].transpose(0, 1)[None]
-    context = k.shape[2] - q.shape[2]
+def read_prefills(query: Tensor, kv_cache: Tensor, group: PrefillGroup, scale: float, buffer: GatherBuffer) -> Tensor:
+    """Attention [B, Q, H, D] of a group's query tokens over the context before them and each other."""
+    batch, length = group.slots.shape
+    gathered = buffer.gather(kv_cache, group.slots.flatten())
+    k, v = (x.to(query.dtype).view(batch, length, *x.shape[1:]).transpose(1, 2) for x in gathered)
+    q = query[group.rows].transpose(1, 2)
+    context = length - q.shape[2]
     if context == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
     tiles = []
     for first in range(0, q.shape[2], QUERY_TILE):
         tile = q[:, :, first : first + QUERY_TILE]
@@ -194,18 +204,18 @@ def read_chunk(query: Tensor, kv_cache: Tensor, chunk: PrefillChunk, scale: floa
         mask = torch.ones(tile.shape[2], keys, dtype=torch.bool, device=q.device).tril_(context + first)
         tiles.append(F.scaled_dot_product_attention(
             tile, k[:, :, :keys], v[:, :, :keys], attn_mask=mask, scale=scale, enable_gqa=True))
-    return torch.cat(tiles, dim=2)[0].transpose(0, 1)
+    return torch.cat(tiles, dim=2).transpose(1, 2)
 
 # %% ../nbs/11b_attention.ipynb #e09a3269
 def read_batched(query: Tensor, kv_cache: Tensor, plan: ReadPlan, scale: float, buffer: GatherBuffer) -> Tensor:
-    """Does what `read_naive` does: decodes in groups, parts of prompts one by one."""
+    """Does what `read_naive` does, group by group."""
     if not plan.prefills and len(plan.decodes) == 1 and len(plan.decodes[0].rows) == len(query):
         return read_decodes(query, kv_cache, plan.decodes[0], scale, buffer)  # every row is one, and they are in order
     out = torch.zeros_like(query)
     for group in plan.decodes:
         out.index_copy_(0, group.rows, read_decodes(query, kv_cache, group, scale, buffer))
-    for chunk in plan.prefills:
-        out[chunk.start : chunk.end] = read_chunk(query, kv_cache, chunk, scale, buffer)
+    for prefills in plan.prefills:
+        out[prefills.rows] = read_prefills(query, kv_cache, prefills, scale, buffer)
     return out
 
 
@@ -222,15 +232,12 @@ class TorchBackend:
         write_kv_torch(key, value, kv_cache, meta.slot_mapping)
 
     def read(self, query: Tensor, kv_cache: Tensor, meta: CommonAttentionMetadata, scale: float) -> Tensor:
-        """Attention [T, H, D]: all decodes together, parts of prompts one by one."""
+        """Attention [T, H, D]: decodes together, and parts of prompts that are alike."""
         return read_batched(query, kv_cache, meta.read_plan(kv_cache), scale, self.buffer)
 
 # %% ../nbs/11b_attention.ipynb #ac2b4a17
-MOST_QUERIES = 64  # a request with more query tokens in a step is read by torch
-
-
 class CpuBackend(TorchBackend):
-    """The compiled kernels read decodes and short parts of prompts; torch does the rest."""
+    """The compiled kernels read; torch writes, unless the model does it (page 09d)."""
 
     name = "cpu"
 
@@ -238,15 +245,10 @@ class CpuBackend(TorchBackend):
         """Attention [T, H, D]; the query may be in float32 while the cache is in bfloat16."""
         if kv_cache.dtype not in SUFFIX or library() is None:
             return super().read(query, kv_cache, meta, scale)
-        whole = query.shape[0] == meta.num_actual_tokens and meta.max_query_len <= MOST_QUERIES  # all rows are written
-        out = torch.empty(query.shape) if whole else torch.zeros(query.shape)
+        out = (torch.empty if query.shape[0] == meta.num_actual_tokens else torch.zeros)(query.shape)  # padding: zeros
         q = query.float()
         read_paged(out, q if in_rows(q) else q.contiguous(), kv_cache, meta.block_table, meta.seq_lens,
-                   meta.query_start_loc, scale, MOST_QUERIES)
-        if meta.max_query_len > MOST_QUERIES:
-            for chunk in meta.read_plan(kv_cache).prefills:
-                if chunk.end - chunk.start > MOST_QUERIES:
-                    out[chunk.start : chunk.end] = read_chunk(query, kv_cache, chunk, scale, self.buffer)
+                   meta.query_start_loc, scale)
         return out.to(query.dtype)
 
 # %% ../nbs/11b_attention.ipynb #ca3e4c3b

@@ -5,13 +5,17 @@
 # %% ../nbs/09d_compiled.ipynb #99da7974
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels.cpu import add_rms_norm, make_linear, rope_and_write, silu_and_mul
+from walkvllm.kernels.cpu import (
+    SUFFIX, Layer, Matrix, PackedLinear, Step, add_rms_norm, at, halves, make_linear, rope_and_write, run_decoder,
+    silu_and_mul,
+)  # fmt: skip
 from .models import CausalLM, layer_weights, rope_table
 from .spec import ModelSpec
 
@@ -27,8 +31,8 @@ class Workspace:
 
     def __init__(self, spec: ModelSpec) -> None:
         qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        self.widths = {"normed": spec.hidden_size, "qkv": qkv, "delta": spec.hidden_size,
-                       "gate_up": 2 * spec.intermediate_size, "act": spec.intermediate_size}  # fmt: skip
+        self.widths = {"normed": spec.hidden_size, "qkv": qkv, "read": spec.num_heads * spec.head_dim,
+                       "delta": spec.hidden_size, "gate_up": 2 * spec.intermediate_size, "act": spec.intermediate_size}  # fmt: skip
         self.memory: dict[str, Tensor] = {}
         self.views: dict[str, Tensor] = {}
         self.tokens, self.room = 0, 0
@@ -63,6 +67,10 @@ class CompiledLM(CausalLM):
         longest = max(spec.max_position_embeddings, spec.derived_max_model_len)
         self.rope_table = rope_table(spec.rope, spec.head_dim, longest)
         self.workspace = Workspace(spec)
+        self.step = Step(heads=spec.num_heads, kv_heads=spec.num_kv_heads, dim=spec.head_dim, hidden=spec.hidden_size,
+                         norm=at(self.norm), eps=spec.rms_norm_eps, scale=self.scale)  # fmt: skip
+        self.in_one_call = all(isinstance(linear, PackedLinear) for layer in self.packed for linear in layer)
+        self.table: tuple[list[Tensor], ctypes.Array[Layer]] | None = None  # for these caches
 
     def forward(
         self,
@@ -74,8 +82,17 @@ class CompiledLM(CausalLM):
     ) -> Tensor:
         "Returns the last hidden state of each token, [T, H] float32; each token's K and V are in the caches."
         x, angles = F.embedding(input_ids, self.embed_tokens).float(), self.rope_table[positions]
+        if self.in_one_call and backend.name == "cpu" and kv_caches[0].dtype in SUFFIX:
+            return self.in_c(x, angles, kv_caches, meta)
+        return self.in_pieces(x, angles, kv_caches, meta, backend)
+
+    def in_pieces(
+        self, x: Tensor, angles: Tensor, kv_caches: list[Tensor], meta: CommonAttentionMetadata,
+        backend: AttentionBackend,
+    ) -> Tensor:  # fmt: skip
+        "All layers from x [T, H], call by call."
         tokens, eps, heads, dim = len(x), self.spec.rms_norm_eps, self.spec.num_heads, self.spec.head_dim
-        normed, qkv, delta, gate_up, act = self.workspace.of(tokens).values()
+        normed, qkv, _, delta, gate_up, act = self.workspace.of(tokens).values()
         added, split = None, qkv.view(tokens, -1, dim)
         query = split[:, :heads]
         for (to_qkv, to_out, to_gate_up, down), (first, second, qk), kv_cache in zip(
@@ -91,6 +108,31 @@ class CompiledLM(CausalLM):
             down(act, delta)
             added = delta
         add_rms_norm(out := torch.empty_like(x), x, added, self.norm, eps)
+        return out
+
+    def layer_table(self, kv_caches: list[Tensor]) -> ctypes.Array[Layer]:
+        "The addresses of all layers, looked up once for these caches."
+        if self.table is None or self.table[0] is not kv_caches:
+            layers = [
+                Layer(*map(Matrix.of, linears), *(None if norm is None else at(norm) for norm in norms), *halves(kv))
+                for linears, norms, kv in zip(self.packed, self.norms, kv_caches, strict=True)
+            ]
+            self.table = kv_caches, (Layer * len(layers))(*layers)
+        return self.table[1]
+
+    def in_c(self, x: Tensor, angles: Tensor, kv_caches: list[Tensor], meta: CommonAttentionMetadata) -> Tensor:
+        "The same in one call."
+        layers, step, out = self.layer_table(kv_caches), self.step, torch.empty_like(x)
+        if meta.num_actual_tokens < len(x):
+            self.workspace.of(len(x))["read"].zero_()  # what attention leaves out: rows of padding
+        for name, memory in self.workspace.of(len(x)).items():
+            setattr(step, name, memory.data_ptr())
+        step.x, step.out, step.angles, step.slots = at(x), at(out), at(angles), at(meta.slot_mapping, torch.int64)
+        step.table, step.table_stride = at(meta.block_table, torch.int32), meta.block_table.stride(0)
+        step.seq_lens, step.starts = at(meta.seq_lens, torch.int32), at(meta.query_start_loc, torch.int32)
+        step.tokens, step.requests, step.half = len(x), meta.num_reqs, kv_caches[0].dtype == torch.bfloat16
+        step.blocks, step.block_size = kv_caches[0].shape[1:3]
+        run_decoder(layers, step)
         return out
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ logger = logging.getLogger("walkvllm")
 # %% auto #0
 __all__ = ['logger', 'CHOICES', 'SMALLEST', 'BYTES', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'VllmConfig',
            'EngineArgs', 'check_engine_args', 'read_json', 'model_directory', 'resolve_generation_config',
-           'resolve_dtype', 'resolve_max_model_len', 'resolve_backend', 'block_bytes', 'resolve_num_blocks', 'fit_pool']
+           'resolve_dtype', 'resolve_max_model_len', 'resolve_backend', 'on_gpu', 'capture_sizes', 'block_bytes',
+           'resolve_num_blocks', 'useful_blocks', 'with_num_blocks', 'fit_pool']
 
 # %% ../nbs/02_settings.ipynb #2070a3c7
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,10 @@ class CacheConfig:
     "The pool of KV blocks."
 
     block_size: int  # tokens in a block
-    num_gpu_blocks: int  # with the null block (block 0, never handed out: page 06); vLLM's name, on a CPU too
+    num_gpu_blocks: int  # with the null block (block 0, never handed out: page 06); 0: the runner measures (page 12b)
     enable_prefix_caching: bool
     prefix_caching_hash_algo: str
+    gpu_memory_utilization: float = 0.92  # how much of a GPU's memory is the engine's, where it measures
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class VllmConfig:
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     attention_backend: str  # "naive", "torch", "cpu" or "triton"
+    cudagraph_capture_sizes: list[int]  # numbers of requests whose decode steps become CUDA graphs; on a CPU, none
 
 # %% ../nbs/02_settings.ipynb #0845d639
 @dataclass(slots=True)
@@ -87,8 +90,10 @@ class EngineArgs:
     logprobs_mode: str = "raw_logprobs"  # or raw_logits, processed_logprobs, processed_logits (page 13d)
     max_model_len: int | None = None  # None: what the model is made for
     block_size: int = 16
-    num_gpu_blocks_override: int | None = None  # blocks in the pool; None: as kv_cache_memory_bytes allows
-    kv_cache_memory_bytes: int | None = None  # None: 4 GiB, or 40 % of the memory if that is less
+    num_gpu_blocks_override: int | None = None  # blocks in the pool; None: as the memory allows
+    kv_cache_memory_bytes: int | None = None  # None: what is left on a GPU; on a CPU 4 GiB, or 40 % if that is less
+    gpu_memory_utilization: float | None = None  # the share of a GPU that is ours; None: 0.92
+    enforce_eager: bool = False  # no CUDA graphs; a CPU has none to turn off
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: str = "sha256"  # or "blake2b"
     max_num_batched_tokens: int = 4096
@@ -97,7 +102,7 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
     scheduler_reserve_full_isl: bool = True
-    async_scheduling: bool | None = None  # None: off, since on a CPU nothing would overlap
+    async_scheduling: bool | None = None  # None: on with a GPU; on a CPU nothing would overlap
     attention_backend: str = "auto"  # "triton" on CUDA, else "cpu": compiled, or "torch" without a compiler; or "naive"
 
     def create_engine_config(self) -> VllmConfig:
@@ -107,7 +112,9 @@ class EngineArgs:
         spec = read_spec(read_json(path / "config.json"))
         dtype = resolve_dtype(self.dtype, spec)
         wanted = resolve_max_model_len(self.max_model_len, spec)
-        num_blocks = resolve_num_blocks(self, spec, dtype, wanted)
+        backend = resolve_backend(self.attention_backend)
+        gpu, most = on_gpu(backend), min(self.max_num_seqs, self.max_num_batched_tokens)
+        num_blocks = resolve_num_blocks(self, spec, dtype, wanted, gpu)
         max_model_len = fit_pool(wanted, num_blocks, self.block_size)
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < max_model_len:
             raise ValueError(
@@ -121,13 +128,17 @@ class EngineArgs:
                 path, tokenizer, self.skip_tokenizer_init, spec, dtype, max_model_len, self.seed,
                 generation, sampling, self.max_logprobs, self.logprobs_mode,
             ),
-            CacheConfig(self.block_size, num_blocks, self.enable_prefix_caching, self.prefix_caching_hash_algo),
+            CacheConfig(
+                self.block_size, num_blocks, self.enable_prefix_caching, self.prefix_caching_hash_algo,
+                self.gpu_memory_utilization or 0.92,
+            ),
             SchedulerConfig(
                 self.max_num_batched_tokens, self.max_num_seqs, max_model_len, self.long_prefill_token_threshold,
                 self.enable_chunked_prefill, self.scheduling_policy, self.scheduler_reserve_full_isl,
-                bool(self.async_scheduling),
+                gpu if self.async_scheduling is None else self.async_scheduling,
             ),
-            resolve_backend(self.attention_backend),
+            backend,
+            capture_sizes(most) if gpu and not self.enforce_eager else [],
         )  # fmt: skip
 
 # %% ../nbs/02_settings.ipynb #e2f55f38
@@ -162,6 +173,9 @@ def check_engine_args(args: EngineArgs) -> None:
                 raise ValueError(f"{name}={value!r} must be an integer")
             if value < SMALLEST.get(name, value):
                 raise ValueError(f"{name}={value} must be at least {SMALLEST[name]}")
+    share = args.gpu_memory_utilization
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+        raise ValueError(f"gpu_memory_utilization={share!r} must be a number above 0 and at most 1")
 
 # %% ../nbs/02_settings.ipynb #ca71e072
 def read_json(path: Path) -> dict[str, Any]:
@@ -215,9 +229,20 @@ def resolve_backend(name: str) -> str:
     "The attention backend; for auto, Triton where there is a CUDA device."
     if name != "auto":
         return name
+    return "triton" if on_gpu("triton") else "cpu"
+
+
+def on_gpu(backend: str) -> bool:
+    "Whether the engine is one for a GPU: with CUDA graphs, and a pool as large as the memory that is left."
     import torch
 
-    return "triton" if torch.cuda.is_available() else "cpu"
+    return backend == "triton" and torch.cuda.is_available()
+
+
+def capture_sizes(most: int) -> list[int]:
+    "Into how many requests decode steps are padded: small steps between small sizes, `most` or 512 at the end."
+    most = min(most, 512)
+    return [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16)) if size < most] + [most]
 
 # %% ../nbs/02_settings.ipynb #bfcaf266
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -228,25 +253,47 @@ def block_bytes(spec: ModelSpec, dtype: str, block_size: int) -> int:
     return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * BYTES[dtype]
 
 
-def resolve_num_blocks(args: EngineArgs, spec: ModelSpec, dtype: str, max_model_len: int) -> int:
-    "Blocks in the pool, with the null block: as told, or as many as the memory allows and somebody could use."
-    if args.num_gpu_blocks_override is not None:
-        return args.num_gpu_blocks_override
-    memory = args.kv_cache_memory_bytes
+def resolve_num_blocks(args: EngineArgs, spec: ModelSpec, dtype: str, max_model_len: int, gpu: bool = False) -> int:
+    "Blocks in the pool, with the null block: as told, or as many as the memory allows; 0 where that is to be measured."
+    override, memory = args.num_gpu_blocks_override, args.kv_cache_memory_bytes
+    measured = gpu and override is None and memory is None
+    if args.gpu_memory_utilization is not None and not measured:
+        raise ValueError(
+            f"gpu_memory_utilization={args.gpu_memory_utilization} must be left out on a CPU, or beside "
+            "num_gpu_blocks_override or kv_cache_memory_bytes: they give the size of the KV cache, nothing is measured"
+        )
+    if measured or override is not None:
+        return override or 0
     if memory is None:
         memory = min(4 << 30, int(0.4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
-    affordable = memory // block_bytes(spec, dtype, args.block_size)
-    usable = args.max_num_seqs * -(-max_model_len // args.block_size) + 1
-    if affordable < 2:
+    per_block = block_bytes(spec, dtype, args.block_size)
+    if memory < 2 * per_block:
         raise ValueError(
-            f"kv_cache_memory_bytes={memory} must be at least {2 * block_bytes(spec, dtype, args.block_size)}: "
-            "room for one block and the null block"
+            f"kv_cache_memory_bytes={memory} must be at least {2 * per_block}: room for one block and the null block"
         )
-    return min(affordable, usable)
+    return min(memory // per_block, useful_blocks(args.block_size, args.max_num_seqs, max_model_len))
+
+
+def useful_blocks(block_size: int, max_num_seqs: int, max_model_len: int) -> int:
+    "So many blocks, with the null block, somebody could use: as many requests as may run, each as long as may be."
+    return max_num_seqs * -(-max_model_len // block_size) + 1
+
+
+def with_num_blocks(config: VllmConfig, num_blocks: int) -> VllmConfig:
+    "`config` with a pool of `num_blocks` blocks, once that is known."
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    longest = fit_pool(model.max_model_len, num_blocks, cache.block_size)
+    return replace(
+        config, model_config=replace(model, max_model_len=longest),
+        cache_config=replace(cache, num_gpu_blocks=num_blocks),
+        scheduler_config=replace(scheduler, max_model_len=longest),
+    )  # fmt: skip
 
 
 def fit_pool(max_model_len: int, num_blocks: int, block_size: int) -> int:
     "`max_model_len`, cut to what the pool holds: a longer request could start and never finish."
+    if num_blocks == 0:  # not known yet
+        return max_model_len
     room = (num_blocks - 1) * block_size
     if room < 2:
         raise ValueError(f"num_gpu_blocks={num_blocks} of block_size={block_size} must hold at least 2 tokens")

@@ -33,6 +33,7 @@ __all__ = ['logger', 'SWITCH', 'EngineCoreClient', 'InprocClient', 'wants_proces
 class EngineCoreClient(Protocol):
     "All that the caller's side can do with an engine core."
 
+    config: VllmConfig  # as the core runs it
     listener: Listener | None  # of the caller's side; None unless a run is recorded (page 16e)
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
@@ -59,6 +60,7 @@ class InprocClient:
         from walkvllm.engine_core import EngineCore  # and with it torch: a caller whose core is elsewhere needs neither
 
         self.core: EngineCore | None = EngineCore(config)
+        self.config = self.core.config  # with the size of the pool, which a GPU is asked for
         self.listener: Listener | None = None
 
     @property

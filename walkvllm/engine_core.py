@@ -18,30 +18,33 @@ from walkvllm.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
-from .model_runner import ModelRunner
+from .model_runner import AsyncModelRunnerOutput, ModelRunner
 from .scheduler import AsyncScheduler, Scheduler
 
 if TYPE_CHECKING:
     from walkvllm.events import Listener
 
 # %% auto #0
-__all__ = ['BATCHES_IN_FLIGHT', 'EngineCore', 'execute', 'schedule', 'update', 'step_in_three_phases',
+__all__ = ['Sampled', 'BATCHES_IN_FLIGHT', 'EngineCore', 'execute', 'schedule', 'update', 'step_in_three_phases',
            'step_with_batch_queue']
 
 # %% ../nbs/05_engine_core.ipynb #ee4f7918
+Sampled = ModelRunnerOutput | AsyncModelRunnerOutput  # the second on a GPU, with two batches in flight
+
+
 class EngineCore:
     "Scheduler and model runner, and the steps that join them."
 
     def __init__(self, config: VllmConfig) -> None:
-        self.config = config
         self.model_runner = ModelRunner(config)
+        self.config = config = self.model_runner.config  # on a GPU it has found out how large the pool is
         scheduler_class = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
         self.scheduler = scheduler_class(config.scheduler_config, config.cache_config)
         cache = config.cache_config
         self.block_hasher = (
             BlockHasher(cache.block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
         )
-        self.batch_queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()  # launched, not yet booked
+        self.batch_queue: deque[tuple[SchedulerOutput, Sampled]] = deque()  # launched, not yet booked
         self.listener: Listener | None = None  # who is told of every stop while a run is recorded (page 16e)
 
     def preprocess_add_request(self, message: EngineCoreRequest) -> Request:
@@ -105,13 +108,13 @@ class EngineCore:
         )
 
 # %% ../nbs/05_engine_core.ipynb #6092f5f5
-def execute(core: EngineCore, work: SchedulerOutput) -> ModelRunnerOutput:
-    "Carries out a work order: the forward pass, then one token for every request that is due one."
+def execute(core: EngineCore, work: SchedulerOutput, ahead: bool = False) -> Sampled:
+    "Carries out a work order: the forward pass, then one token for every request that is due one. ahead: waits not."
     core.model_runner.execute_model(work)
     if (listen := core.listener) is not None:
         listen("executed", work)
-    sampled = core.model_runner.sample_tokens()
-    if listen is not None:
+    sampled = core.model_runner.sample_ahead() if ahead else core.model_runner.sample_tokens()
+    if listen is not None and isinstance(sampled, ModelRunnerOutput):
         listen("sampled", work, sampled)
     return sampled
 
@@ -124,10 +127,15 @@ def schedule(core: EngineCore) -> SchedulerOutput:
     return work
 
 
-def update(core: EngineCore, work: SchedulerOutput, sampled: ModelRunnerOutput) -> EngineCoreOutputs:
+def update(core: EngineCore, work: SchedulerOutput, sampled: Sampled) -> EngineCoreOutputs:
     "Books what a work order has brought. Returns what the caller is to be told."
+    listen = core.listener
+    if isinstance(sampled, AsyncModelRunnerOutput):
+        sampled = sampled.get_output()  # the one place where a step waits for the GPU
+        if listen is not None:
+            listen("sampled", work, sampled)
     outputs = core.scheduler.update_from_output(work, sampled)
-    if (listen := core.listener) is not None:
+    if listen is not None:
         listen("updated", work, outputs)
     return outputs
 
@@ -149,7 +157,7 @@ def step_with_batch_queue(core: EngineCore) -> EngineCoreOutputs:
     launched = False
     if core.scheduler.has_requests():
         work = schedule(core)
-        core.batch_queue.append((work, execute(core, work)))
+        core.batch_queue.append((work, execute(core, work, ahead=True)))
         launched = work.total_num_scheduled_tokens > 0
     if not core.batch_queue or (launched and len(core.batch_queue) < BATCHES_IN_FLIGHT):
         return EngineCoreOutputs()

@@ -235,7 +235,7 @@ def run_engine_core(directory: Path) -> int:
         context.destroy(linger=LINGER)
         return 1
     signal.signal(signal.SIGTERM, lambda signum, frame: proc.stop())
-    model, cache = init.config.model_config, init.config.cache_config
+    model, cache = proc.core.config.model_config, proc.core.config.cache_config
     ready = Ready(cache.num_gpu_blocks, model.max_model_len, str(proc.core.model_runner.device), received)
     input_socket.send_multipart(pack(Kind.READY, ready))
     proc.start()

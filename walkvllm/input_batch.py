@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from .attention import CommonAttentionMetadata
+from .kernels import HAS_TRITON
+from .kernels.fused import slot_mapping_kernel
 from .sampling_metadata import SamplingColumns
 from .sampling_params import SamplingParams
 
 # %% auto #0
-__all__ = ['CachedRequestState', 'BlockTable', 'InputBatch', 'get_cumsum_and_arange', 'FlatBatch', 'check_scheduled',
-           'flatten']
+__all__ = ['INPUTS', 'CachedRequestState', 'BlockTable', 'InputBatch', 'get_cumsum_and_arange', 'FlatBatch',
+           'check_scheduled', 'DeviceInputs', 'flatten']
 
 # %% ../nbs/08_flatten.ipynb #7a7768ef
 @dataclass(slots=True)
@@ -73,8 +75,9 @@ class InputBatch:
         block_size: int,
         vocab_size: int,
         device: torch.device | str = "cpu",  # where flat batches go; the rows stay in the CPU's memory
+        max_num_tokens: int | None = None,  # of a flat batch on a device; None: max_model_len
     ) -> None:
-        self.max_num_reqs, self.max_model_len, self.device = max_num_reqs, max_model_len, device
+        self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
         self.rows: list[str | None] = []  # the request in each row; None is a hole, until condense()
         self.req_id_to_index: dict[str, int] = {}
         self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)
@@ -82,6 +85,10 @@ class InputBatch:
         self.num_computed_tokens = np.zeros(max_num_reqs, np.int32)  # how many of those are in the KV cache
         self.block_table = BlockTable(max_num_reqs, -(-max_model_len // block_size), block_size)
         self.sampling = SamplingColumns(max_num_reqs, vocab_size, device)
+        self.inputs: DeviceInputs | None = None  # None: the flat batch stays in the CPU's memory too
+        if torch.device(device).type == "cuda":
+            size = max_num_tokens or max_model_len, max_num_reqs, self.block_table.rows.shape[1]
+            self.inputs = DeviceInputs(*size, torch.device(device))
         self._holes: list[int] = []  # a heap
 
     @property
@@ -169,6 +176,46 @@ def check_scheduled(batch: InputBatch, seq_lens: np.ndarray) -> None:
             raise RuntimeError(f"request {batch.req_ids[i]!r} has {limit[i]} {what}, but {seq_lens[i]} are scheduled")
 
 # %% ../nbs/08_flatten.ipynb #25a6dc8e
+INPUTS = {
+    "input_ids": np.int64, "positions": np.int64, "query_start_loc": np.int32, "seq_lens": np.int32,
+    "logits_indices": np.int64, "block_table": np.int32, "slot_mapping": np.int64,
+}  # fmt: skip
+
+
+class DeviceInputs:
+    "Where a step's arrays lie on a GPU: at the same addresses in every step. Sent from pinned memory, without waiting."
+
+    def __init__(self, max_num_tokens: int, max_num_reqs: int, max_num_blocks: int, device: torch.device) -> None:
+        sizes = dict.fromkeys(INPUTS, max_num_tokens) | {"block_table": max_num_reqs * max_num_blocks}
+        sizes |= dict.fromkeys(("query_start_loc", "seq_lens", "logits_indices"), max_num_reqs + 1)
+        zeros = {name: torch.from_numpy(np.zeros(n, INPUTS[name])) for name, n in sizes.items()}
+        self.pinned = [{name: t.pin_memory() for name, t in zeros.items()} for _ in range(2)]
+        self.gpu = {name: t.to(device) for name, t in zeros.items()}
+        self.block_table = self.gpu["block_table"].clone().view(max_num_reqs, max_num_blocks)
+        self.sent, self.turn = (torch.cuda.Event(), torch.cuda.Event()), 0
+
+    def send(self, arrays: dict[str, np.ndarray], block_size: int) -> dict[str, torch.Tensor]:
+        "Where the arrays will be for whatever is launched after this. Slots, if they are missing, are computed there."
+        self.turn = 1 - self.turn
+        if not self.sent[self.turn].query():  # the step before the last one is done, unless somebody hurries
+            self.sent[self.turn].synchronize()
+        there = {}
+        for name, array in arrays.items():
+            host = self.pinned[self.turn][name][: array.size]
+            host.numpy()[:] = array.reshape(-1)
+            there[name] = self.gpu[name][: array.size].copy_(host, non_blocking=True)
+        self.sent[self.turn].record()
+        rows, width = arrays["block_table"].shape
+        self.block_table[:rows, :width] = there["block_table"].view(rows, width)  # arrived packed
+        there["block_table"] = self.block_table[:rows]
+        if "slot_mapping" not in there:
+            there["slot_mapping"] = slots = self.gpu["slot_mapping"][: len(there["positions"])]
+            slot_mapping_kernel[(rows + 1,)](
+                slots, there["positions"], there["query_start_loc"], self.block_table, len(slots),
+                self.block_table.stride(0), BLOCK_SIZE=block_size, TILE=256)  # fmt: skip
+        return there
+
+# %% ../nbs/08_flatten.ipynb #091e715c
 def flatten(batch: InputBatch, num_scheduled: Sequence[int]) -> FlatBatch:
     "One flat batch from the next `num_scheduled` tokens of each row. It shares no memory with the rows."
     n, counts, table = batch.num_reqs, np.asarray(num_scheduled, np.int32), batch.block_table
@@ -179,28 +226,27 @@ def flatten(batch: InputBatch, num_scheduled: Sequence[int]) -> FlatBatch:
     query_start_loc, query_pos = get_cumsum_and_arange(counts)
     rows = np.repeat(np.arange(n), counts)
     positions = batch.num_computed_tokens[rows] + query_pos
-    input_ids = batch.token_ids.reshape(-1).take(rows * batch.max_model_len + positions)
     widest = -(-int(seq_lens.max()) // table.block_size)
-
-    def tensor(a: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(a).to(batch.device, dtype)
-
-    meta = CommonAttentionMetadata(
-        num_actual_tokens=len(rows),
-        num_reqs=n,
-        max_query_len=int(counts.max()),
-        max_seq_len=int(seq_lens.max()),
-        query_start_loc=tensor(query_start_loc, torch.int32),
-        seq_lens=tensor(seq_lens, torch.int32),
-        block_table=tensor(table.rows[:n, :widest].copy(), torch.int32),
-        slot_mapping=tensor(table.compute_slot_mapping(rows, positions), torch.int64),
-    )
+    arrays = {
+        "input_ids": batch.token_ids.reshape(-1).take(rows * batch.max_model_len + positions),
+        "positions": positions,
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "logits_indices": query_start_loc[1:] - 1,
+        "block_table": table.rows[:n, :widest].copy(),
+    }
+    if batch.inputs is None or not HAS_TRITON:
+        arrays["slot_mapping"] = table.compute_slot_mapping(rows, positions)
+    if batch.inputs is None:
+        there = {name: torch.from_numpy(array.astype(INPUTS[name], copy=False)) for name, array in arrays.items()}
+    else:
+        there = batch.inputs.send(arrays, table.block_size)
     return FlatBatch(
         req_ids=batch.req_ids,
         num_scheduled=counts.tolist(),
-        input_ids=tensor(input_ids, torch.int64),
-        positions=tensor(positions, torch.int64),
-        logits_indices=tensor(query_start_loc[1:] - 1, torch.int64),
         discard=seq_lens < batch.num_tokens[:n],
-        meta=meta,
+        input_ids=there.pop("input_ids"),
+        positions=there.pop("positions"),
+        logits_indices=there.pop("logits_indices"),
+        meta=CommonAttentionMetadata(len(rows), n, int(counts.max()), int(seq_lens.max()), **there),
     )

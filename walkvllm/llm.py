@@ -61,11 +61,11 @@ class LLMEngine:
     def __init__(
         self, config: VllmConfig, chat_template: str | None = None, multiprocess: bool | None = None
     ) -> None:
-        self.vllm_config = config
         self.input_processor = InputProcessor(config, chat_template)  # prompt -> EngineCoreRequest
         tokenizer = self.input_processor.tokenizer
         self.output_processor = OutputProcessor(tokenizer.backend if tokenizer else None)  # EngineCoreOutput -> text
         self.engine_core: Any = make_client(config, multiprocess)  # everything that computes
+        self.vllm_config = self.input_processor.config = self.engine_core.config  # complete: a GPU has been measured
         self.closed, self.lock = False, threading.RLock()  # one thread at a time: the others wait
 
     @classmethod
@@ -163,8 +163,7 @@ ONLY_IN_VLLM: dict[str, tuple[Any, ...]] = {  # argument: the values that mean t
     "distributed_executor_backend": (None, "uni"),
     "disable_custom_all_reduce": (True, False),  # nothing to reduce over
     "enable_expert_parallel": (False,),
-    # every forward pass is eager: there are no graphs to turn off
-    "enforce_eager": (True, False),
+    # nothing is compiled
     "compilation_config": (None, 0),
     "optimization_level": (0,),
     # weights
@@ -179,7 +178,6 @@ ONLY_IN_VLLM: dict[str, tuple[Any, ...]] = {  # argument: the values that mean t
     "cpu_offload_gb": (0,),
     # the KV cache
     "kv_cache_dtype": ("auto",),
-    "gpu_memory_utilization": (),
     "swap_space": (0,),
     "kv_transfer_config": (None,),
     "kv_events_config": (None,),
@@ -202,7 +200,6 @@ ONLY_IN_VLLMS_CALLS: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 INSTEAD = {
-    "gpu_memory_utilization": "give the size of the KV cache with num_gpu_blocks_override or kv_cache_memory_bytes",
     "trust_remote_code": "no code out of a model's directory is ever run",
     "swap_space": "a preempted request is always recomputed",
 }
@@ -259,7 +256,7 @@ class LLM:
             chat_template = chat_template.read_text(encoding="utf-8")
         config = engine_args_from(model, engine_args).create_engine_config()
         self.llm_engine = LLMEngine(config, chat_template, multiprocess)
-        self.model_config = config.model_config
+        self.model_config = self.llm_engine.vllm_config.model_config
         self.request_counter = itertools.count()
 
     def generate(

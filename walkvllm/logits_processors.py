@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['Pairs', 'forbid_all_but', 'forbid', 'add_bias', 'BadWords', 'count_tokens', 'Penalties', 'apply_penalties',
-           'Processing', 'apply_processors']
+__all__ = ['Pairs', 'forbid_all_but', 'forbid', 'add_bias', 'BadWords', 'to_device', 'count_tokens', 'Penalties',
+           'apply_penalties', 'Processing', 'apply_processors']
 
 # %% ../nbs/13b_processors.ipynb #7cb29bb2
 Pairs = tuple[torch.Tensor, torch.Tensor]  # (rows, token ids), each [N] int64
@@ -25,7 +25,7 @@ def forbid_all_but(logits: torch.Tensor, rows: torch.Tensor, forbidden: torch.Te
 
 def forbid(logits: torch.Tensor, pairs: Pairs) -> None:
     "Writes -inf into `logits` [R, V] at each (row, token id)."
-    logits.index_put_(pairs, logits.new_tensor(-torch.inf))
+    logits[pairs] = -torch.inf
 
 
 def add_bias(logits: torch.Tensor, pairs: Pairs, values: torch.Tensor) -> None:
@@ -59,12 +59,20 @@ class BadWords:
         return long_enough & ((newest == self.beginning) | (self.beginning < 0)).all(axis=1)
 
 # %% ../nbs/13b_processors.ipynb #336d9b35
-def count_tokens(token_ids: np.ndarray, start: np.ndarray, stop: np.ndarray, vocab_size: int) -> torch.Tensor:
+def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    "`array` as a tensor. A GPU gets it from pinned memory, behind what it has to do already: nobody waits."
+    tensor = torch.from_numpy(array)
+    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def count_tokens(
+    token_ids: np.ndarray, start: np.ndarray, stop: np.ndarray, vocab_size: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     "[N, V] int64: how often each id stands in row i of `token_ids` [N, L], at start[i] or later and before stop[i]."
     positions = np.arange(token_ids.shape[1])
     inside = (positions >= start[:, None]) & (positions < stop[:, None])
-    ids = torch.from_numpy(np.where(inside, token_ids, vocab_size).astype(np.int64))
-    counts = torch.zeros(len(ids), vocab_size + 1, dtype=torch.int64)
+    ids = to_device(np.where(inside, token_ids, vocab_size).astype(np.int64), device)
+    counts = torch.zeros(len(ids), vocab_size + 1, dtype=torch.int64, device=device)
     return counts.scatter_add_(1, ids, torch.ones_like(ids))[:, :vocab_size]
 
 

@@ -11,19 +11,21 @@ import torch
 from .attention import get_backend
 from .compiled_model import CompiledLM
 from .config import VllmConfig
+from .cuda_graphs import DecodeGraphs, measured, open_card
 from .fused_model import FusedLM
 from .input_batch import CachedRequestState, FlatBatch, InputBatch, flatten
 from .kernels.cpu import SUFFIX
-from .logprobs import ROWS_AT_ONCE, PromptLogprobs, split_logprobs
+from .logits_processors import to_device
+from .logprobs import ROWS_AT_ONCE, LogprobsTensors, PromptLogprobs, split_logprobs
 from .messages import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .models import CausalLM
-from .sampler import Sampler, make_generator
+from .sampler import Sampler, SamplerOutput, make_generator
 from .spec import ModelSpec
 from .weights import load_weights
 
 # %% auto #0
 __all__ = ['kv_cache_shape', 'allocate_kv_cache', 'new_request_state', 'update_cached', 'update_states',
-           'update_prompt_logprobs', 'ModelRunner']
+           'update_prompt_logprobs', 'AsyncModelRunnerOutput', 'ModelRunner']
 
 # %% ../nbs/12_runner.ipynb #8dee29f4
 def kv_cache_shape(spec: ModelSpec, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
@@ -104,6 +106,40 @@ def update_prompt_logprobs(asked: dict[str, PromptLogprobs], so: SchedulerOutput
             asked[new.req_id] = PromptLogprobs(new.prompt_token_ids, vocab_size if n == -1 else n)
 
 # %% ../nbs/12_runner.ipynb #fe9ef9ef
+class AsyncModelRunnerOutput:
+    "The answer of a step that a GPU has not finished. The copy of its tokens to the host lies in the stream behind it."
+
+    def __init__(self, runner: ModelRunner, output: ModelRunnerOutput, rows: list[int], made: SamplerOutput) -> None:
+        self.runner, self.output, self.rows, self.sampled_token_ids = runner, output, rows, made.sampled_token_ids
+        self.states = [runner.states[output.req_ids[row]] for row in rows]
+        self.places = [len(state.token_ids) - 1 for state in self.states]  # of the placeholders
+        self.num_logprobs = runner.batch.sampling.columns["num_logprobs"][rows].tolist()
+        self.copies = [t.to("cpu", non_blocking=True) for t in (made.sampled_token_ids, *(made.logprobs or ()))]
+        self.copied = torch.cuda.Event()
+        self.copied.record()
+
+    def give_to(self, input_ids: torch.Tensor) -> None:
+        "Replaces the placeholders in the next step's `input_ids` [T], on the device."
+        sampled = self.sampled_token_ids[(~input_ids).clamp_(min=0)]
+        input_ids.copy_(torch.where(input_ids < 0, sampled, input_ids))
+
+    def get_output(self) -> ModelRunnerOutput:
+        "Waits for the copy and replaces the placeholders on the host. A second call finds nothing left to do."
+        if self.copies:
+            self.copied.synchronize()
+            (token_ids, *logprobs), self.copies = self.copies, []
+            for row, state, place, token_id in zip(self.rows, self.states, self.places, token_ids.tolist(), strict=True):
+                self.output.sampled_token_ids[row] = [token_id]
+                state.token_ids[place] = token_id
+                now = self.runner.batch.req_id_to_index.get(state.req_id)
+                if now is not None and self.runner.states[state.req_id] is state:  # not a new request with its id
+                    self.runner.batch.token_ids[now, place] = token_id
+            if logprobs:
+                req_ids = [state.req_id for state in self.states]
+                self.output.logprobs = split_logprobs(LogprobsTensors(*logprobs), req_ids, self.num_logprobs)
+        return self.output
+
+# %% ../nbs/12_runner.ipynb #f044a4a4
 class ModelRunner:
     "Owns the model, the KV cache and the states of the requests. One step is execute_model, then sample_tokens."
 
@@ -113,15 +149,32 @@ class ModelRunner:
         on_cuda = torch.cuda.is_available() and backend not in ("cpu", "torch")
         self.device = torch.device("cuda" if on_cuda else "cpu")
         self.backend = get_backend(backend)
+        card = open_card() if cache.num_gpu_blocks == 0 else None  # the pool's size is to be measured
+        before = card.look() if card else None
         decoders = {"cpu": CompiledLM if dtype in SUFFIX else CausalLM, "triton": FusedLM}
         model_class: type[CausalLM] = decoders.get(self.backend.name, CausalLM)
         self.model: CausalLM = model_class(spec, load_weights(model.model, spec, dtype, self.device))
+        if card and before:
+            scratch = allocate_kv_cache(spec, 1, cache.block_size, dtype, self.device)
+            config = measured(config, before, self.model, self.backend, scratch, card)
+            model, cache = config.model_config, config.cache_config
+        self.config = config  # complete from here on
         self.kv_caches = allocate_kv_cache(spec, cache.num_gpu_blocks, cache.block_size, dtype, self.device)
         self.sampler = Sampler(model.seed, self.device, model.logprobs_mode)
         self.states: dict[str, CachedRequestState] = {}
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}  # of requests that ask for them and read their prompt
         max_num_seqs = config.scheduler_config.max_num_seqs
-        self.batch = InputBatch(max_num_seqs, model.max_model_len, cache.block_size, spec.vocab_size, self.device)
+        self.batch = InputBatch(
+            max_num_seqs, model.max_model_len, cache.block_size, spec.vocab_size, self.device,
+            config.scheduler_config.max_num_batched_tokens,
+        )  # fmt: skip
+        self.graphs: DecodeGraphs | None = None
+        if config.cudagraph_capture_sizes:
+            sent = self.batch.inputs
+            there = {**sent.gpu, "block_table": sent.block_table} if sent else None
+            self.graphs = DecodeGraphs(config, self.model, self.backend, self.kv_caches, open_card(), there)
+            self.graphs.capture(config.cudagraph_capture_sizes)
+        self.flights: list[AsyncModelRunnerOutput] = []  # of the latest steps on a GPU
         self.last_batch: FlatBatch | None = None  # of the latest step that ran the model; pages look at it too
         self.last_logits: torch.Tensor | None = None  # [R, V] float32
         self.last_hidden: torch.Tensor | None = None  # [T, hidden_size]
@@ -137,15 +190,30 @@ class ModelRunner:
         update_prompt_logprobs(self.prompt_logprobs, so, self.model.spec.vocab_size)
         self._scheduled_nothing = not so.num_scheduled_tokens  # the order only brings the news that requests have ended
         if not self._scheduled_nothing:
+            while len(self.flights) > 1:  # the tokens of the step before may be unknown, none that are older
+                self.flights.pop(0).get_output()
             flat = flatten(self.batch, [so.num_scheduled_tokens[req_id] for req_id in self.batch.req_ids])
-            hidden = self.model.forward(flat.input_ids, flat.positions, self.kv_caches, flat.meta, self.backend)
+            if self.flights and self.flights[0].copies:
+                self.flights[0].give_to(flat.input_ids)
+            hidden = self.forward(flat)
             self.last_batch, self.last_hidden = flat, hidden
             self.last_logits = self.model.compute_logits(hidden[flat.logits_indices])
         self._waiting_for_sample = True
 
-    @torch.inference_mode()
+    def forward(self, flat: FlatBatch) -> torch.Tensor:
+        "The last hidden states [T, H]: the replay of a decode step that was recorded (page 12b), or the model's own."
+        tokens = flat.input_ids, flat.positions
+        hidden = self.graphs.run(*tokens, flat.meta) if self.graphs else None
+        return self.model.forward(*tokens, self.kv_caches, flat.meta, self.backend) if hidden is None else hidden
+
     def sample_tokens(self) -> ModelRunnerOutput:
         "A token for each request of the step, appended to its tokens; [] while its known tokens are not all computed."
+        sampled = self.sample_ahead()
+        return sampled if isinstance(sampled, ModelRunnerOutput) else sampled.get_output()
+
+    @torch.inference_mode()
+    def sample_ahead(self) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        "The same without waiting for a GPU: then placeholders are appended, until somebody asks for the output."
         if not self._waiting_for_sample:
             raise RuntimeError("sample_tokens() was called without logits; execute_model() must come first")
         self._waiting_for_sample = False
@@ -158,27 +226,34 @@ class ModelRunner:
             output.prompt_logprobs = self.ask_about_prompts(flat)
         if len(rows := np.flatnonzero(~flat.discard)):
             if len(rows) < len(flat.req_ids):
-                logits = logits[torch.from_numpy(rows).to(self.device)]
+                logits = logits[to_device(rows, self.device)]
+            if self.flights and self.batch.sampling.read_answers(rows):
+                self.flights[-1].get_output()
             meta = self.batch.sampling.metadata(rows, self.batch.token_ids, self.batch.num_tokens)
             made = self.sampler.forward(logits, meta)
-            token_ids = made.sampled_token_ids.cpu().numpy()
+            later = made.sampled_token_ids.is_cuda
+            token_ids = ~np.arange(len(rows)) if later else made.sampled_token_ids.numpy()
             self.batch.append_tokens(rows, token_ids)
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 output.sampled_token_ids[row] = [token_id]
                 self.states[flat.req_ids[row]].token_ids.append(token_id)
+            if later:
+                self.flights.append(flight := AsyncModelRunnerOutput(self, output, rows.tolist(), made))
+                return flight
             if made.logprobs is not None:
                 wanted = self.batch.sampling.columns["num_logprobs"][rows].tolist()
                 output.logprobs = split_logprobs(made.logprobs, [flat.req_ids[row] for row in rows], wanted)
         return output
 
     def abandon_step(self) -> None:
-        "Forgets logits that nobody will sample any more, because the step was torn."
+        "Forgets logits that nobody will sample any more, because the step was torn, and tokens in flight."
         self._waiting_for_sample = False
+        self.flights.clear()
 
     def ask_about_prompts(self, flat: FlatBatch) -> dict[str, LogprobsLists]:
         "Collects what this step says about the prompts that were asked for; returns those that are complete."
         assert self.last_hidden is not None
-        complete, starts = {}, flat.meta.query_start_loc.tolist()
+        complete, starts = {}, np.cumsum([0, *flat.num_scheduled]).tolist()
         for req_id in self.prompt_logprobs.keys() & set(flat.req_ids):
             row, asked = self.batch.req_id_to_index[req_id], self.prompt_logprobs[req_id]
             computed, count = int(self.batch.num_computed_tokens[row]), flat.num_scheduled[row]

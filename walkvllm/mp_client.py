@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .config import VllmConfig
+from .config import VllmConfig, with_num_blocks
 from .engine_core_proc import remove_sockets
 from walkvllm.frames import (
     FROM_CORE,
@@ -266,6 +266,7 @@ class MPClient:
         self.listener: Listener | None = None
         try:
             self.ready, self.clock = handshake(self.child, config)
+            self.config = with_num_blocks(config, self.ready.num_gpu_blocks)  # as the core runs it
         except BaseException:
             self.close_child()
             raise

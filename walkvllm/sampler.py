@@ -9,14 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
+from .kernels import HAS_TRITON
+from .kernels.top_k_top_p import top_k_top_p_triton
 from .logits_processors import apply_processors
 from .logprobs import LogprobsTensors, gather_logprobs, likeliest
 from .sampling_metadata import SamplingMetadata
 from .sampling_params import SAMPLING_EPS, SamplingParams
 
 # %% auto #0
-__all__ = ['apply_temperature', 'apply_min_p', 'apply_top_k', 'apply_top_p', 'random_sample', 'make_generator',
-           'SamplerOutput', 'Sampler']
+__all__ = ['ROWS_FOR_A_KERNEL', 'apply_temperature', 'apply_min_p', 'at_most', 'apply_top_k', 'apply_top_p',
+           'apply_top_k_top_p', 'random_sample', 'make_generator', 'SamplerOutput', 'Sampler']
 
 # %% ../nbs/13_sampling.ipynb #5326fe54
 def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -30,23 +32,40 @@ def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill_(probs < probs.amax(dim=-1, keepdim=True) * min_p.unsqueeze(1), -torch.inf)
 
 # %% ../nbs/13_sampling.ipynb #d9dc47af
+def at_most(counts: torch.Tensor, limit: int) -> int:
+    "The largest of `counts`, or on a GPU their limit: it would have to be asked, and we should wait for the answer."
+    return int(counts.max()) if counts.device.type == "cpu" else limit
+
+
 def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     "Writes -inf into `logits` [R, V] below each row's top_k-th value. A row whose top_k is V keeps everything."
     everything = (top_k == logits.shape[1]).unsqueeze(1)
     k = top_k.unsqueeze(1).masked_fill(everything, 1)
-    kth_largest = logits.topk(int(k.max()), dim=-1).values.gather(1, k - 1)
+    kth_largest = logits.topk(at_most(k, logits.shape[1]), dim=-1).values.gather(1, k - 1)
     return logits.masked_fill_(logits < kth_largest.masked_fill(everything, -torch.inf), -torch.inf)
 
 # %% ../nbs/13_sampling.ipynb #665efa0f
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     "Writes -inf into `logits` [R, V] for each row's least likely tokens, which together weigh at most 1 - top_p."
-    candidates = int((logits > -torch.inf).sum(dim=-1).max())
+    candidates = at_most((logits > -torch.inf).sum(dim=-1), logits.shape[1])
     token_ids = likeliest(logits, candidates).flip(-1)
     in_order = logits.gather(1, token_ids)  # ascending
     mass_up_to_here = in_order.softmax(dim=-1).cumsum(dim=-1)
     left_out = mass_up_to_here <= 1 - top_p.unsqueeze(1)
     left_out[:, -1] = False
     return logits.scatter_(1, token_ids, in_order.masked_fill_(left_out, -torch.inf))
+
+# %% ../nbs/13_sampling.ipynb #670fe865
+ROWS_FOR_A_KERNEL = 8
+
+
+def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    "Writes -inf into `logits` [R, V] by both rules. None: no row has the rule."
+    if (top_k is not None or top_p is not None) and logits.is_cuda and HAS_TRITON and len(logits) >= ROWS_FOR_A_KERNEL:
+        return top_k_top_p_triton(logits, top_k, top_p)
+    if top_k is not None:
+        logits = apply_top_k(logits, top_k)
+    return logits if top_p is None else apply_top_p(logits, top_p)
 
 # %% ../nbs/13_sampling.ipynb #97a9fe13
 def random_sample(probs: torch.Tensor, generators: dict[int, torch.Generator], shared: torch.Generator) -> torch.Tensor:
@@ -102,10 +121,7 @@ class Sampler:
         logits = apply_temperature(logits, meta.temperature)
         if meta.min_p is not None:
             logits = apply_min_p(logits, meta.min_p)
-        if meta.top_k is not None:
-            logits = apply_top_k(logits, meta.top_k)
-        if meta.top_p is not None:
-            logits = apply_top_p(logits, meta.top_p)
+        logits = apply_top_k_top_p(logits, meta.top_k, meta.top_p)
         drawn = random_sample(logits.softmax(dim=-1), meta.generators, self.generator)
         if not meta.all_random:
             drawn = torch.where(meta.temperature < SAMPLING_EPS, greedy, drawn)

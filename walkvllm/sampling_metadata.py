@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .logits_processors import BadWords, Penalties, Processing, count_tokens
+from .logits_processors import BadWords, Penalties, Processing, count_tokens, to_device
 from .sampling_params import SAMPLING_EPS, SamplingParams
 
 # %% auto #0
@@ -69,15 +69,16 @@ class Fixed:
 def fixed_processing(asking: dict[int, SamplingParams], vocab_size: int, device: torch.device | str) -> Processing:
     "Allowed ids and biases of the rows that ask for them."
     allowed = {i: p.allowed_token_ids for i, p in asking.items() if p.allowed_token_ids}
-    forbidden = torch.ones(len(allowed), vocab_size, dtype=torch.bool)
+    forbidden = np.ones((len(allowed), vocab_size), bool)
     for row, ids in zip(forbidden, allowed.values()):
         row[ids] = False
     biases = [(i, token_id) for i, p in asking.items() for token_id in p.logit_bias or {}]
     values = [value for p in asking.values() for value in (p.logit_bias or {}).values()]
-    where = torch.tensor(biases, dtype=torch.int64, device=device)  # [N, 2]
-    added = torch.tensor(values, dtype=torch.float32, device=device)
+    where = to_device(np.array(biases, np.int64).reshape(-1, 2), device)
+    added = to_device(np.array(values, np.float32), device)
+    rows = to_device(np.array(list(allowed), np.int64), device)
     return Processing(
-        allowed=(torch.tensor(list(allowed), device=device), forbidden.to(device)) if allowed else None,
+        allowed=(rows, to_device(forbidden, device)) if allowed else None,
         bias=((where[:, 0], where[:, 1]), added) if biases else None,
     )
 
@@ -123,17 +124,25 @@ class SamplingColumns:
 
         token_ids [max_num_reqs, length] is the token table, of which num_tokens [max_num_reqs] are known in each row.
         """
-        if self._fixed is None or not np.array_equal(self._fixed.rows, rows):
-            self._fixed = self._make_fixed(rows)
-        fixed = self._fixed
+        fixed = self._fix(rows)
         forbidden = self._forbidden(fixed, token_ids, num_tokens)
         penalties = self._penalties(fixed, token_ids, num_tokens) if len(fixed.penalised) else None
         if not len(forbidden) and penalties is None:
             return fixed.metadata
-        pairs = torch.from_numpy(forbidden).to(self.device)
+        pairs = to_device(forbidden, self.device)
         now = (pairs[:, 0], pairs[:, 1]) if len(forbidden) else None
         todo = replace(fixed.metadata.processing, forbidden=now, penalties=penalties)
         return replace(fixed.metadata, processing=todo)
+
+    def read_answers(self, rows: np.ndarray) -> bool:
+        "Whether one of `rows` [R] must know the tokens of its answer: for penalties or bad words."
+        fixed = self._fix(rows)
+        return len(fixed.penalised) + len(fixed.places) > 0
+
+    def _fix(self, rows: np.ndarray) -> Fixed:
+        if self._fixed is None or not np.array_equal(self._fixed.rows, rows):
+            self._fixed = self._make_fixed(rows)
+        return self._fixed
 
     def _make_fixed(self, rows: np.ndarray) -> Fixed:
         c, place = self.columns[rows], {row: i for i, row in enumerate(rows.tolist())}
@@ -159,7 +168,7 @@ class SamplingColumns:
         greedy, most = c["temperature"] < SAMPLING_EPS, int(c["num_logprobs"].max(initial=-1))
 
         def tensor(name: str, needed: np.ndarray) -> torch.Tensor | None:
-            return torch.from_numpy(c[name].copy()).to(self.device) if needed.any() else None
+            return to_device(c[name].copy(), self.device) if needed.any() else None
 
         return SamplingMetadata(
             temperature=tensor("temperature", ~greedy),
@@ -186,11 +195,10 @@ class SamplingColumns:
         rows = fixed.rows[fixed.penalised]
         c, stop = self.columns[rows], num_tokens[rows]
         ids, start = token_ids[rows, : stop.max()], c["num_prompt_tokens"]
-        counts = count_tokens(ids, start, stop, self.vocab_size)
-        seen = (count_tokens(ids, np.zeros_like(start), start, self.vocab_size) + counts) > 0
+        counts = count_tokens(ids, start, stop, self.vocab_size, self.device)
+        seen = (count_tokens(ids, np.zeros_like(start), start, self.vocab_size, self.device) + counts) > 0
         presence, frequency, repetition = (
-            torch.from_numpy(c[name].copy()).unsqueeze(1).to(self.device)
+            to_device(c[name][:, None].copy(), self.device)
             for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
         )
-        where = torch.from_numpy(fixed.penalised).to(self.device)
-        return Penalties(where, presence, frequency, repetition, counts.to(self.device), seen.to(self.device))
+        return Penalties(to_device(fixed.penalised, self.device), presence, frequency, repetition, counts, seen)

@@ -1,22 +1,60 @@
 """What every peer of the benchmark is: a process that loads a model once and then answers one line after the other.
 
-It is started as `python X_peer.py SETTINGS`, where SETTINGS is JSON with model, dtype, threads, longest and requests.
-Each line of its input is {"prompts": [[ids]], "max_tokens": n}; each line of its output {"seconds", "cpu_seconds",
-"tokens", "peak_mb"}. All decode greedily and ignore EOS. What a peer prints besides goes to its stderr.
+It is started as `python X_peer.py SETTINGS`, where SETTINGS is JSON with model, dtype, threads, longest (tokens of the
+longest request), seqs (requests at once) and pool (tokens of KV cache). Each line of its input is {"requests":
+[{"prompt_token_ids", "max_tokens", "arrival"}], "prefix_caching"}; each line of its output {"seconds", "cpu_seconds",
+"tokens", "times"}, with the time of each token in seconds after the start. All decode greedily and ignore EOS.
+What a peer prints besides goes to its stderr.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], list[list[int]]]  # (prompts, new tokens for each) -> the new tokens
+Requests = list[dict[str, Any]]
+STEP_TOKENS = 4096  # the most tokens of one step, for the engines that batch continuously
+
+
+class Clock:
+    """Tells who has arrived, and keeps the tokens of each request with their times."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.requests = requests
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self.times: list[list[float]] = [[] for _ in requests]
+        self.next, self.missing = 0, sum(r["max_tokens"] for r in requests)
+        self.seconds = 0.0  # when the last token came
+        self.prefill: float | None = None  # the prompts' part, from a peer that takes one batch after the other
+        self.start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start
+
+    def arrived(self, wait: bool) -> range:
+        """Who has arrived since the last call, as numbers; `wait`: at least one, if any is left."""
+        first = self.next
+        if wait and first < len(self.requests):
+            time.sleep(max(0.0, self.requests[first].get("arrival", 0.0) - self.now()))
+        now = self.now()
+        while self.next < len(self.requests) and self.requests[self.next].get("arrival", 0.0) <= now:
+            self.next += 1
+        return range(first, self.next)
+
+    def take(self, number: int, tokens: Sequence[int]) -> None:
+        """These tokens of a request are here now. Those beyond what it asked for do not count."""
+        room = self.requests[number]["max_tokens"] - len(self.tokens[number])
+        new, now = list(tokens[:room]), self.now()
+        self.tokens[number] += new
+        self.times[number] += [now] * len(new)
+        self.missing -= len(new)
+        if new and not self.missing:
+            self.seconds = now
 
 
 def settings() -> dict[str, Any]:
@@ -28,23 +66,48 @@ def settings() -> dict[str, Any]:
     return wanted
 
 
-def max_resident() -> int:
-    """The most memory in MB that this process has had. (getrusage would count what the driver had before the start.)"""
-    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
-    return int(found[1]) // 1024 if found else 0
+def cpu_seconds(pid: int | str = "self") -> float:
+    """Processor time of a process and of what it has started, so far."""
+    total = 0.0
+    for member in family(pid):
+        try:
+            fields = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
 
 
-def serve(version: str, generate: Generate) -> None:
-    """Says that the model is loaded, then measures one request after the other until its input ends."""
+def family(pid: int | str = "self") -> list[int]:
+    """A process and all that descend from it."""
+    first = os.getpid() if pid == "self" else int(pid)
+    found = [first]
+    for member in found:
+        for path in Path(f"/proc/{member}/task").glob("*/children"):
+            try:
+                found += [int(child) for child in path.read_text().split()]
+            except OSError:
+                continue
+    return found
+
+
+def serve(version: str, generate: Callable[[Clock, bool], None], ask: Callable[[Any], Any] | None = None) -> None:
+    """Says that the model is loaded, then measures one set of requests after the other until its input ends.
+
+    `generate` is called with the clock, which has the requests, and with whether prefixes may be shared. It returns
+    when all tokens were taken. `ask` answers other questions.
+    """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints
     print(json.dumps({"version": version}), file=out, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
-        start, cpu = time.perf_counter(), time.process_time()
-        tokens = generate(work["prompts"], work["max_tokens"])
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-        assert all(len(row) == work["max_tokens"] for row in tokens)
-        peak = max_resident()
-        result = {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens, "peak_mb": peak}
-        print(json.dumps(result), file=out, flush=True)
+        if "question" in work and ask:
+            print(json.dumps({"answer": ask(work["question"])}), file=out, flush=True)
+            continue
+        cpu, clock = cpu_seconds(), Clock(work["requests"])
+        generate(clock, work.get("prefix_caching", True))
+        result = {"seconds": clock.seconds, "prefill": clock.prefill, "cpu_seconds": cpu_seconds() - cpu}
+        assert not clock.missing, f"{clock.missing} tokens are missing"
+        rounded = [[round(t, 6) for t in row] for row in clock.times]
+        print(json.dumps({**result, "tokens": clock.tokens, "times": rounded}), file=out, flush=True)

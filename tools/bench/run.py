@@ -1,203 +1,404 @@
 """walkvllm beside what people would use instead: the same weights, precision, threads and work, in alternating rounds.
 
-    python tools/bench/run.py                          workloads a and b, walkvllm and transformers
-    python tools/bench/run.py --peers walkvllm,vllm --python vllm=ENV/bin/python     vLLM's CPU build, installed there
-    python tools/bench/run.py --load my.json           any other work: name, model, dtype, prompts, max_tokens
+    make bench                                           everything: half an hour, most of it other engines' time
+    make bench ARGS="--workloads ab --peers walkvllm,transformers --rounds 3"
+    make bench ARGS="--python vllm-0.22.0=ENV/bin/python"            a peer that is installed elsewhere
 
-First the greedy float32 tokens of all must agree, or nothing is timed. Then every peer loads once. Each round asks
-every peer for one token (the prompts' time) and for all of them. Ratios are taken within a round, so that what else
-the machine does hits both sides. The result is one JSON file.
+First the environments of the peers are made, once (environments.py), and the work is written as JSON (workloads.py).
+Then, for each model: the greedy float32 tokens of every peer are held against ours, and a peer that differs is not
+timed. All peers load; each round gives every workload to every peer. A peer is stopped (SIGSTOP) while others have
+their turn. Ratios are taken within a round, so that what else the machine does hits both sides.
+
+Tokens are compared up to a row's first difference. What follows counts as different, unless the two tokens are a near
+tie: their log probabilities, as ours has them, are less than 0.001 apart. Below a share of 0.98 a peer is refused.
+vLLM runs with both of its thread bindings once; the faster one takes part in the rounds. What "tunables" adds is
+GLIBC_TUNABLES for the peers and for us alike: large pages for malloc, and nothing given back between steps.
+
+The result, build/bench/bench.json (--record: also walkvllm/data/bench.json, which the performance page shows):
+
+    {"machine": {"date", "cpu", "cores", "threads", "memory_GB", "flags": {"amx_bf16": bool, "avx512_bf16": bool},
+                 "versions": {...}, "load_average": [at the start, at the end], "rounds", "minutes"},
+     "yardsticks": {"read_GB_s", "f32_GFLOP_s", "bf16_GFLOP_s"},
+     "models": {id: {"parameters", "bytes"}},
+     "agreement": [{"engine": "a", "peer", "share", "near_ties"}],
+     "runs": [{"workload": "a".."e", "id": "a16" | "d" | "e" | "e-off", "name", "dtype", "batch", "prompt_tokens",
+               "output_tokens", "tunables": bool, "prefix_caching": bool (only e),
+               "peers": {peer: {"version", "output_tokens_per_s", "seconds": [one a round], "cpu_seconds", "ttft_ms",
+                                "ttft_p99_ms", "itl_ms", "itl_p99_ms", "prefill_ms", "decode_ms", "peak_mb",
+                                "cpu_share_idle",
+                                "ratio": {"all": [median, min, max], "prefill": [...], "decode": [...]},
+                                "gain": [median, min, max] (only e, caching on: time without by time with),
+                                "bind", "bindings": {"auto": tokens/s, "all": tokens/s} (only vLLM)}
+                         or {"error": why there is no number}}}]}
+
+A ratio is the peer's time by ours: how many times faster ours is. Prefill is until the last request has its first
+token; for static batches it is the sum of theirs. Times are medians over rounds; p99 and medians of latencies are
+taken over all tokens of a round first.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import platform
-import random
-import statistics
 import subprocess
 import sys
+import time
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-BUILD = ROOT / "build" / "bench"
-EMBEDDED = ROOT / "walkvllm" / "tales-3m"
-SMOL = ROOT / ".models" / "smollm2-135m-instruct"
-PEERS: dict[str, dict[str, Any]] = {  # the script, and what it is told besides
-    "walkvllm": {"script": "walkvllm_peer.py", "backend": "cpu"},
-    "walkvllm-torch": {"script": "walkvllm_peer.py", "backend": "torch"},
-    "transformers": {"script": "transformers_peer.py"},
-    "vllm": {"script": "vllm_peer.py", "bind": "auto"},
-    "vllm-all-cores": {"script": "vllm_peer.py", "bind": "all"},
-}
-PYTHONS: dict[str, str] = {}  # of scripts that need another environment than this one
-SHAPE = {  # SmolLM2-135M's, for a machine that has not fetched it
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True, "rope_theta": 100000.0,
-}  # fmt: skip
+import environments
+import report
+from engines import PEERS, Engine, Failed, gguf_of, load, python_for
+from workloads import BUILD, ROOT, workloads
+
+SAME, TIE = 0.98, 1e-3
+ENOUGH = 0.3  # seconds: a shorter run is repeated within its turn
+MALLOC = {"hugetlb": 1, "mmap_threshold": 4000000000, "trim_threshold": 8000000000, "top_pad": 1 << 28}
+TUNABLES = ":".join(f"glibc.malloc.{key}={value}" for key, value in MALLOC.items())
+TUNED = ("a16", "b6", "c1", "c16")  # with --tunables both: what is run with them too
+RECORD = ROOT / "walkvllm" / "data" / "bench.json"
 
 
-def smol_model() -> Path:
-    """SmolLM2-135M as fetched by tools/fetch_smollm2.py, else its shape with random weights."""
-    folder = BUILD / "smollm2-shape"
-    if SMOL.exists() or folder.exists():
-        return SMOL if SMOL.exists() else folder
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).bfloat16()
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.normal_(0, 0.05)
-    model.save_pretrained(folder)
-    return folder
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
-def load(name: str, model: Path, dtype: str, batch: int, length: int, max_tokens: int) -> dict[str, Any]:
-    """Random prompts of one length."""
-    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    rnd = random.Random(batch)
-    prompts = [[rnd.randrange(3, vocab) for _ in range(length)] for _ in range(batch)]
-    return {"name": f"{name}, batch {batch}", "model": str(model), "dtype": dtype, "prompts": prompts,
-            "max_tokens": max_tokens}  # fmt: skip
+# ---- tokens first ----
 
 
-def loads(which: str) -> list[dict[str, Any]]:
-    """a: the embedded model, which measures engines. b: SmolLM2-135M, which measures kernels."""
-    made = []
-    if "a" in which:
-        made += [load("a: embedded, float32", EMBEDDED, "float32", n, 32, 64) for n in (1, 4, 16, 64)]
-    if "b" in which:
-        made += [load("b: SmolLM2-135M, bfloat16", smol_model(), "bfloat16", n, 64, 32) for n in (1, 6, 16)]
-    return made
+def check_work(works: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest workload of an engine, cut to 16 requests and 8 tokens each, in float32."""
+    largest = max((w for w in works if w["workload"] in "abc"), key=lambda w: w["batch"], default=works[0])
+    cut = [{"prompt_token_ids": r["prompt_token_ids"], "max_tokens": 8} for r in largest["requests"][:16]]
+    return {**largest, "requests": cut, "dtype": "float32"}
 
 
-class Peer:
-    """A running peer."""
+def common(ours: list[int], theirs: list[int]) -> int:
+    """How many tokens two rows have in common at their start."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
-    def __init__(self, name: str, work: dict[str, Any], dtype: str, threads: int) -> None:
-        self.name, count = name, len(work["prompts"])
-        longest = max(map(len, work["prompts"])) + work["max_tokens"] + 1
-        told = {**PEERS[name], "model": work["model"], "dtype": dtype, "threads": threads, "longest": longest,
-                "requests": count}  # fmt: skip
-        script = PEERS[name]["script"]
-        command = [PYTHONS.get(script, sys.executable), str(HERE / script), json.dumps(told)]
-        BUILD.mkdir(parents=True, exist_ok=True)
-        self.log = BUILD / f"{name}.log"
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                        stderr=self.log.open("w"))  # fmt: skip
-        self.version = self.read()["version"]
 
-    def read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended; its log: {self.log}\n" + self.log.read_text()[-2000:])
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+def compare(work: dict[str, Any], ours: list[list[int]], theirs: list[list[int]], engine: Engine) -> dict[str, Any]:
+    """The share of equal tokens, and how many rows ended in a near tie."""
+    equal = counted = ties = 0
+    for request, a, b in zip(work["requests"], ours, theirs, strict=True):
+        n = common(a, b)
+        equal, counted = equal + n, counted + n
+        if n < len(a):
+            (first, high), (second, low) = engine.question(request["prompt_token_ids"] + a[:n])
+            tie = high - low < TIE and {a[n], b[n]} == {first, second}
+            ties, counted = ties + tie, counted + (0 if tie else len(a) - n)
+    return {"share": round(equal / max(1, counted), 4), "near_ties": int(ties)}
 
-    def ask(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """One timed run."""
-        assert self.process.stdin is not None
-        print(json.dumps({"prompts": prompts, "max_tokens": max_tokens}), file=self.process.stdin, flush=True)
-        return self.read()
+
+def remembered(work: dict[str, Any], name: str) -> Path:
+    """Where a peer's tokens of this work are kept: another version of the peer has another file."""
+    environment = PEERS[name].get("environment")
+    version = str(environments.made(environment)) if environment else metadata.version("transformers")
+    parts = [version, str(python_for(name)), work["model"], json.dumps(work["requests"])]
+    key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
+    return BUILD / "tokens" / f"{work['engine']}-{name}-{key}.json"
+
+
+def tokens_of(work: dict[str, Any], name: str, threads: int) -> list[list[int]]:
+    """A peer's greedy float32 tokens: from a former run, or it is loaded for that."""
+    path = remembered(work, name)
+    if name.startswith("walkvllm") or not path.exists():  # ours may have changed
+        engine = load(work, name, threads)
+        try:
+            tokens = engine.ask(work)["tokens"]
+        finally:
+            engine.close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(tokens))
+    stored: list[list[int]] = json.loads(path.read_text())
+    return stored
+
+
+def agreement(works: list[dict[str, Any]], names: list[str], threads: int, out: list[dict[str, Any]]) -> dict[str, str]:
+    """Holds everybody's tokens against those of the first peer. What speaks against timing a peer, by name."""
+    work, bad = check_work(works), {}
+    ours = load(work, names[0], threads)
+    mine = ours.ask(work)["tokens"]
+    for name in names:
+        try:
+            theirs = ours.ask(work)["tokens"] if name == names[0] else tokens_of(work, name, threads)
+        except (Failed, environments.NotMade) as reason:
+            bad[name] = str(reason)
+            say(f"  {name}: {reason}")
+            continue
+        found = compare(work, mine, theirs, ours)
+        out.append({"engine": work["engine"], "peer": name, **found})
+        if found["share"] < SAME:
+            bad[name] = f"not timed: of its greedy float32 tokens only {found['share']:.1%} are ours"
+    ours.close()
+    shares = ", ".join(f"{e['peer']} {e['share']}" + (f" ({e['near_ties']} near ties)" if e["near_ties"] else "")
+                       for e in out if e["engine"] == work["engine"])  # fmt: skip
+    say(f"engine {work['engine']}: same greedy float32 tokens: {shares}")
+    return bad
+
+
+# ---- then the rounds ----
+
+
+def turn(engine: Engine, work: dict[str, Any]) -> dict[str, float]:
+    """One peer's turn: the run, several times if it is short."""
+    answers = [engine.ask(work)]
+    while sum(a["seconds"] for a in answers) < ENOUGH and len(answers) < 5:
+        answers.append(engine.ask(work))
+    return report.of_round(report.middle(answers), work["requests"])
+
+
+def warm(work: dict[str, Any]) -> dict[str, Any]:
+    """The same prompts with two tokens each, all there at once."""
+    cut = [{"prompt_token_ids": r["prompt_token_ids"], "max_tokens": 2} for r in work["requests"][:64]]
+    return {**work, "requests": cut}
+
+
+class Group:
+    """All peers with one model loaded, and the workloads that run on it."""
+
+    def __init__(self, works: list[dict[str, Any]], names: list[str], threads: int, tunables: bool,
+                 bad: dict[str, str], binds: dict[tuple[str, str], str]) -> None:  # fmt: skip
+        self.works, self.tunables, self.errors, self.binds = works, tunables, dict(bad), binds
+        self.names, self.engines = names, {}
+        starting: dict[tuple[str, str], Engine] = {}
+        for name in names:
+            if name not in bad:
+                wanted = {binds[name, w["id"]] for w in works if (name, w["id"]) in binds}
+                for bind in sorted(wanted) or PEERS[name].get("binds", [""]):
+                    starting[name, bind] = Engine(works[0], name, threads, bind, TUNABLES if tunables else "")
+        for key, engine in starting.items():
+            try:
+                engine.wait()
+                self.engines[key] = engine
+            except Failed as reason:
+                self.errors[key[0]] = str(reason)
+                engine.kill()
+        self.rates: dict[tuple[str, str], dict[str, float]] = {}  # (peer, workload): tokens/s by binding
+        self.times: dict[tuple[str, str], report.Times] = {}
+
+    def chosen(self, name: str, work: dict[str, Any]) -> Engine | None:
+        """The peer's engine for this workload: the faster binding, where there are two."""
+        bind = self.binds.get((name, work["id"]), PEERS[name].get("binds", [""])[0])
+        return self.engines.get((name, bind))
+
+    def attempt(self, key: tuple[str, str], work: dict[str, Any]) -> dict[str, float] | None:
+        """A turn; a peer that dies is out, and the others go on."""
+        try:
+            return turn(self.engines[key], work)
+        except Failed as reason:
+            self.errors[key[0]] = str(reason)
+            self.engines.pop(key).kill()
+            return None
+
+    def warm_up(self) -> None:
+        """Everybody runs everything once, shortened; those with two bindings then compare them at full length."""
+        for work in self.works:
+            for key in list(self.engines):
+                self.attempt(key, warm(work))
+            for name in self.names:
+                keys = [key for key in self.engines if key[0] == name]
+                if len(keys) > 1:
+                    found = {key[1]: self.attempt(key, work) for key in keys}
+                    tokens = sum(r["max_tokens"] for r in work["requests"])
+                    rates = {bind: round(tokens / t["seconds"], 1) for bind, t in found.items() if t}
+                    self.rates[name, work["id"]] = rates
+                    self.binds[name, work["id"]] = max(rates, key=lambda bind: rates[bind])
+
+    def round(self) -> None:
+        """Every workload to every peer."""
+        for work in self.works:
+            taken = []
+            for name in self.names:
+                engine = self.chosen(name, work)
+                if engine and (found := self.attempt((name, engine.bind), work)):
+                    self.times.setdefault((name, work["id"]), []).append(found)
+                    taken.append(f"{name} {found['seconds']:.2f}")
+            say(f"    {work['id']}: {', '.join(taken)} s")
+
+    def run_of(self, work: dict[str, Any]) -> dict[str, Any]:
+        """The result of one workload."""
+        peers: dict[str, Any] = {}
+        ours = self.times[self.names[0], work["id"]]
+        for name in self.names:
+            engine, times = self.chosen(name, work), self.times.get((name, work["id"]))
+            if name in self.errors or not engine or not times:
+                peers[name] = {"error": self.errors.get(name, "no numbers")}
+                continue
+            peers[name] = {"version": engine.version, **report.row(work, times, ours), "peak_mb": engine.peak_mb,
+                           "cpu_share_idle": engine.cpu_share_idle()}  # fmt: skip
+            if name in PEERS and "binds" in PEERS[name]:
+                peers[name]["bind"] = engine.bind
+                if rates := self.rates.get((name, work["id"])):
+                    peers[name]["bindings"] = rates
+        count = {"prompt_tokens": sum(len(r["prompt_token_ids"]) for r in work["requests"]),
+                 "output_tokens": sum(r["max_tokens"] for r in work["requests"])}  # fmt: skip
+        caching = {"prefix_caching": work["prefix_caching"]} if work["workload"] == "e" else {}
+        kept = {k: work[k] for k in ("workload", "id", "name", "dtype", "batch")}
+        return {**kept, **count, "tunables": self.tunables, **caching, "peers": peers}
 
     def close(self) -> None:
-        """Ends the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
+        for engine in self.engines.values():
+            engine.let_go()
+        for engine in self.engines.values():
+            engine.close()
 
 
-def agree(work: dict[str, Any], names: list[str], threads: int, tokens: int = 8) -> dict[str, float]:
-    """The share of the first greedy float32 tokens that each peer has in common with the first one."""
-    answers = {}
-    for name in names:
-        peer = Peer(name, work, "float32", threads)
-        answers[name] = peer.ask(work["prompts"], tokens)["tokens"]
-        peer.close()
-    first = answers[names[0]]
-    return {name: sum(a == b for x, y in zip(first, rows, strict=True) for a, b in zip(x, y, strict=True))
-            / (tokens * len(first)) for name, rows in answers.items()}  # fmt: skip
+def run_group(works: list[dict[str, Any]], names: list[str], args: argparse.Namespace, tunables: bool,
+              bad: dict[str, str], binds: dict[tuple[str, str], str]) -> list[dict[str, Any]]:  # fmt: skip
+    """Loads, warms up, runs the rounds, and reports."""
+    start = time.time()
+    group = Group(works, names, args.threads, tunables, bad, binds)
+    loaded = time.time() - start
+    try:
+        group.warm_up()
+        warmed = time.time() - start - loaded
+        for _ in range(args.rounds):
+            group.round()
+        say(f"engine {works[0]['engine']}: {loaded:.0f} s to load, {warmed:.0f} s to warm up, "
+            f"{time.time() - start - loaded - warmed:.0f} s for {args.rounds} rounds")  # fmt: skip
+        runs = [group.run_of(work) for work in works]
+    finally:
+        group.close()
+    report.add_gains(runs)
+    for run in runs:
+        report.show(run, say)
+    return runs
 
 
-def measure(work: dict[str, Any], names: list[str], rounds: int, threads: int, clock: str) -> dict[str, Any]:
-    """Times all peers in alternating rounds, after one that does not count."""
-    same = agree(work, names, threads)
-    if min(same.values()) < 0.98:
-        raise SystemExit(f"{work['name']}: the greedy float32 tokens differ, nothing is timed: {same}")
-    peers = [Peer(name, work, work["dtype"], threads) for name in names]
-    prompts, n = work["prompts"], work["max_tokens"]
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    peak = {}
-    for i in range(rounds + 1):
-        for peer in peers:
-            first, full = peer.ask(prompts, 1), peer.ask(prompts, n)
-            peak[peer.name] = full["peak_mb"]
-            if i:
-                times[peer.name].append((first[clock], full[clock]))
-    for peer in peers:
-        peer.close()
-    result: dict[str, Any] = {"workload": work["name"], "requests": len(prompts), "tokens_each": n,
-                              "dtype": work["dtype"], "same_tokens": same, "peers": {}}  # fmt: skip
-    ours = times[names[0]]
-    for peer in peers:
-        mine = times[peer.name]
-        decode = [full - first for first, full in mine]
-        ratios = {
-            "all": [b[1] / a[1] for a, b in zip(ours, mine, strict=True)],
-            "prefill": [b[0] / a[0] for a, b in zip(ours, mine, strict=True)],
-            "decode": [(b[1] - b[0]) / (a[1] - a[0]) for a, b in zip(ours, mine, strict=True)],
-        }
-        result["peers"][peer.name] = {
-            "version": peer.version, "peak_mb": peak[peer.name], "seconds": [round(full, 4) for _, full in mine],
-            "prefill_seconds": [round(first, 4) for first, _ in mine],
-            "output_tokens_per_s": round(len(prompts) * n / statistics.median(full for _, full in mine), 1),
-            "ms_per_step": round(1000 * statistics.median(decode) / (n - 1), 3),
-            "ours_is_faster_by": {
-                what: [round(f(r), 2) for f in (statistics.median, min, max)] for what, r in ratios.items()},
-        }  # fmt: skip
-    return result
+# ---- around it ----
 
 
-def show(result: dict[str, Any]) -> None:
-    """A few lines for whoever waits."""
-    print(f"{result['workload']}, {result['tokens_each']} tokens each")
-    for name, row in result["peers"].items():
-        ratio = row["ours_is_faster_by"]
-        spread = ", ".join(f"{what} {m} ({low} to {high})" for what, (m, low, high) in ratio.items())
-        print(f"  {name:16}{row['output_tokens_per_s']:9.1f} tokens/s {row['ms_per_step']:8.2f} ms a step "
-              f"{row['peak_mb']:6} MB   ours is faster by: {spread}", flush=True)  # fmt: skip
+def machine(threads: int) -> dict[str, Any]:
+    """Where this was measured."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "")
+    flags = next((line.split() for line in info.splitlines() if line.startswith("flags")), [])
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return {"date": date.today().isoformat(), "cpu": name or platform.processor(), "cores": os.cpu_count(),
+            "threads": threads, "memory_GB": round(memory), "load_average": [round(os.getloadavg()[0], 1)],
+            "flags": {flag: flag in flags for flag in ("avx512f", "avx512_bf16", "amx_bf16")},
+            "versions": {"python": platform.python_version(), "torch": metadata.version("torch"),
+                         "transformers": metadata.version("transformers")}}  # fmt: skip
+
+
+def size_of(model: str) -> dict[str, int]:
+    """Parameters and bytes of a checkpoint, from the headers of its files."""
+    bytes_, parameters = 0, 0
+    for path in Path(model).glob("*.safetensors"):
+        with path.open("rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                bytes_ += last - first
+                parameters += (last - first) // {"BF16": 2, "F16": 2, "F32": 4}[entry["dtype"]]
+    return {"parameters": parameters, "bytes": bytes_}
+
+
+def estimate(works: list[dict[str, Any]], names: list[str], args: argparse.Namespace) -> str:
+    """How long it will take, from the last run's times where there are any."""
+    try:
+        runs = json.loads((BUILD / "bench.json").read_text())["runs"]
+    except (OSError, ValueError, KeyError):
+        return "half an hour or so; the next time it is estimated from this one"
+    last = {(r["id"], name): max(row["seconds"]) for r in runs for name, row in r["peers"].items() if "seconds" in row}
+    tuned = {"off": [], "on": works, "both": [w for w in works if w["id"] in TUNED]}[args.tunables]
+    plain = [] if args.tunables == "on" else works
+    turns = sum(max(ENOUGH, last.get((w["id"], n), 3.0)) for w in plain + tuned for n in names)
+    loads = 12 * len(names) * (len({w["engine"] for w in plain}) * 2 + len({w["engine"] for w in tuned}))
+    return f"about {(turns * (args.rounds + 1.5) + loads) / 60:.0f} minutes"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="abcde", help="letters: which of a, b, c, d, e")
+    parser.add_argument("--peers", default=",".join(PEERS), help="which; the first one must be one of walkvllm's")
+    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="another Python for a peer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--tunables", choices=("off", "on", "both"), default="both",
+                        help="malloc settings for all; both: everything without, and some of it with")  # fmt: skip
+    parser.add_argument("--small", action="store_true", help="a little of everything, to see that it goes through")
+    parser.add_argument("--check-only", action="store_true", help="compare the tokens and time nothing")
+    parser.add_argument("--record", action="store_true", help=f"also write {RECORD.relative_to(ROOT)}")
+    parser.add_argument("--out", type=Path, default=BUILD / "bench.json")
+    args = parser.parse_args()
+    args.names = args.peers.split(",")
+    for name in args.names:
+        if name not in PEERS:
+            parser.error(f"--peers: {name!r} is none of {', '.join(PEERS)}")
+    if not args.names[0].startswith("walkvllm"):
+        parser.error(f"--peers: the first one, {args.names[0]!r}, must be walkvllm or walkvllm-torch")
+    for pair in args.python:
+        name, _, path = pair.partition("=")
+        if name not in PEERS or not Path(path).exists():
+            parser.error(f"--python={pair!r} must be PEER=PATH with one of {', '.join(PEERS)}")
+        PEERS[name]["python"] = Path(path).absolute()
+    if bad := set(args.workloads) - set("abcde"):
+        parser.error(f"--workloads: {''.join(sorted(bad))!r} is none of a, b, c, d, e")
+    return args
+
+
+def prepare(args: argparse.Namespace, works: list[dict[str, Any]]) -> dict[str, str]:
+    """Makes environments and model files. Which peers are not to be had, and why."""
+    missing = {}
+    for name in args.names:
+        try:
+            python_for(name)
+            if PEERS[name].get("gguf"):
+                for work in works:
+                    for dtype in {work["dtype"], "float32"}:
+                        gguf_of(work["model"], dtype)
+        except (environments.NotMade, subprocess.CalledProcessError) as reason:
+            missing[name] = f"no environment: {reason}"
+            say(f"  {name}: {missing[name]}")
+    return missing
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default="ab", help="letters of the built-in workloads")
-    parser.add_argument("--load", type=Path, action="append", default=[], help="a workload in a JSON file")
-    parser.add_argument("--peers", default="walkvllm,walkvllm-torch,transformers", help="the first, beside the others")
-    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="another Python for a peer")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-time", action="store_true", help="processor time of a peer's process: on a busy machine")
-    parser.add_argument("--out", type=Path, default=BUILD / "bench.json")
-    args = parser.parse_args()
-    PYTHONS.update((PEERS[name]["script"], path) for name, path in (pair.split("=", 1) for pair in args.python))
-    works = [json.loads(path.read_text()) for path in args.load] or loads(args.workloads)
-    clock = "cpu_seconds" if args.cpu_time else "seconds"
-    results = []
-    for work in works:
-        results.append(measure(work, args.peers.split(","), args.rounds, args.threads, clock))
-        show(results[-1])
-    machine = {"machine": platform.machine(), "python": platform.python_version(), "threads": args.threads,
-               "clock": clock}  # fmt: skip
+    args = arguments()
+    start = time.time()
+    works = workloads(args.workloads, args.out.parent / "workloads", args.small)
+    missing = prepare(args, works)
+    say(f"{len(works)} workloads, {len(args.names)} peers, {args.rounds} rounds: {estimate(works, args.names, args)}")
+    yardsticks = json.loads(subprocess.check_output([sys.executable, str(ROOT / "tools/bench/yardsticks.py"),
+                                                     str(args.threads)]))  # fmt: skip
+    say(", ".join(f"{key} {value}" for key, value in yardsticks.items()))
+    result: dict[str, Any] = {"machine": {**machine(args.threads), "rounds": args.rounds}, "yardsticks": yardsticks,
+                              "models": {w["engine"]: size_of(w["model"]) for w in works},
+                              "agreement": [], "runs": []}  # fmt: skip
+    binds: dict[tuple[str, str], str] = {}
+    for kind in sorted({w["engine"] for w in works}):
+        mates = [w for w in works if w["engine"] == kind]
+        able = [name for name in args.names if name not in missing]
+        bad = {**missing, **agreement(mates, able, args.threads, result["agreement"])}
+        if args.check_only:
+            continue
+        if args.tunables != "on":
+            result["runs"] += run_group(mates, args.names, args, False, bad, binds)
+        tuned = mates if args.tunables == "on" else [w for w in mates if w["id"] in TUNED]
+        if args.tunables != "off" and tuned:
+            result["runs"] += run_group(tuned, args.names, args, True, bad, binds)
+        result["machine"]["minutes"] = round((time.time() - start) / 60, 1)
+        write(result, args)
+    say(f"\n{(time.time() - start) / 60:.1f} minutes; written: {args.out}")
+
+
+def write(result: dict[str, Any], args: argparse.Namespace) -> None:
+    """Stores what is there so far."""
+    result["machine"]["load_average"][1:] = [round(os.getloadavg()[0], 1)]
+    text = json.dumps(result, indent=1) + "\n"
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
-    print(f"written: {args.out}")
+    args.out.write_text(text)
+    if args.record:
+        RECORD.write_text(text)
 
 
 if __name__ == "__main__":

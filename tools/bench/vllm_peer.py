@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from peer import serve, settings
+from peer import STEP_TOKENS, Clock, serve, settings
 
 
 def main() -> None:
     wanted = settings()
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
     if wanted["bind"] == "all":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{wanted['threads'] - 1}"
         os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
@@ -19,18 +20,32 @@ def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # its worker prints as well
     import vllm  # type: ignore[import-not-found,unused-ignore]
+    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
 
     llm = vllm.LLM(
-        model=wanted["model"], dtype=wanted["dtype"], max_model_len=wanted["longest"], max_num_seqs=wanted["requests"],
-        max_num_batched_tokens=4096, block_size=32, enable_prefix_caching=False, enforce_eager=True,
-        skip_tokenizer_init=True,
+        model=wanted["model"], dtype=wanted["dtype"], max_model_len=wanted["longest"] + 1, max_num_seqs=wanted["seqs"],
+        max_num_batched_tokens=STEP_TOKENS, block_size=32, enable_prefix_caching=True, enforce_eager=True,
+        num_gpu_blocks_override=1 + wanted["pool"] // 32, skip_tokenizer_init=True,
     )  # fmt: skip
     os.dup2(out, 1)
+    engine = llm.llm_engine
+    counter = [0]
 
-    def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        params = vllm.SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return [list(o.outputs[0].token_ids) for o in outputs]
+    def generate(clock: Clock, prefix_caching: bool) -> None:
+        llm.reset_prefix_cache()
+        clock.start += clock.now()
+        counter[0] += 1
+        while clock.missing:
+            for i in clock.arrived(wait=not engine.has_unfinished_requests()):
+                request = clock.requests[i]
+                params = vllm.SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True,
+                                             detokenize=False, output_kind=RequestOutputKind.DELTA)  # fmt: skip
+                prompt: dict[str, Any] = {"prompt_token_ids": request["prompt_token_ids"]}
+                if not prefix_caching:
+                    prompt["cache_salt"] = str(i)
+                engine.add_request(f"{counter[0]}-{i}", prompt, params)
+            for output in engine.step():
+                clock.take(int(output.request_id.split("-")[1]), output.outputs[0].token_ids)
 
     serve(vllm.__version__, generate)
 

@@ -1,0 +1,96 @@
+"""llama.cpp with continuous batching over its own C interface, as its server does it.
+
+One KV cache for all sequences; every call takes a token of each running request and then what fits of the prompts. A
+request starts when the cache has room for all that it may become, so nothing is ever thrown out. Prefixes are not
+shared. The model is a GGUF file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from typing import Any
+
+from peer import STEP_TOKENS, Clock, serve, settings
+
+wanted = settings()
+
+import llama_cpp as lib  # type: ignore[import-not-found,unused-ignore]  # noqa: E402
+
+
+@lib.llama_log_callback  # type: ignore[untyped-decorator,unused-ignore]
+def silent(level: int, text: bytes, data: Any) -> None:
+    """llama.cpp's log, dropped."""
+
+
+lib.llama_log_set(silent, ctypes.c_void_p(0))
+lib.llama_backend_init()
+model = lib.llama_model_load_from_file(wanted["model"].encode(), lib.llama_model_default_params())
+options = lib.llama_context_default_params()
+options.n_ctx = wanted["pool"]
+options.n_batch, options.n_ubatch = STEP_TOKENS, 512
+options.n_seq_max = wanted["seqs"]
+options.n_threads = options.n_threads_batch = wanted["threads"]
+options.kv_unified = True
+context = lib.llama_init_from_model(model, options)
+if not context:
+    raise SystemExit("llama.cpp could not load the model")
+memory = lib.llama_get_memory(context)
+greedy = lib.llama_sampler_init_greedy()
+batch = lib.llama_batch_init(STEP_TOKENS, 0, 1)
+
+
+class Sequence:
+    """A running request: its place in the cache, and how much of it is computed."""
+
+    def __init__(self, number: int, request: dict[str, Any], slot: int) -> None:
+        self.number, self.slot, self.computed = number, slot, 0
+        self.ids = list(request["prompt_token_ids"])
+        self.reserved = len(self.ids) + request["max_tokens"]
+        self.left = request["max_tokens"]
+
+
+def fill(running: list[Sequence]) -> list[tuple[Sequence, int]]:
+    """Puts the next tokens into the batch, the short work first. Who gets a token, and from which row."""
+    n, asking = 0, []
+    for one in sorted(running, key=lambda s: len(s.ids) - s.computed > 1):
+        new = one.ids[one.computed : one.computed + STEP_TOKENS - n]
+        for token in new:
+            batch.token[n], batch.pos[n], batch.n_seq_id[n] = token, one.computed, 1
+            batch.seq_id[n][0], batch.logits[n] = one.slot, 0
+            one.computed, n = one.computed + 1, n + 1
+        if new and one.computed == len(one.ids):
+            batch.logits[n - 1] = 1
+            asking.append((one, n - 1))
+    batch.n_tokens = n
+    return asking
+
+
+def generate(clock: Clock, prefix_caching: bool) -> None:
+    waiting: deque[int] = deque()
+    running: list[Sequence] = []
+    free = list(range(wanted["seqs"]))
+    while clock.missing:
+        waiting += clock.arrived(wait=not running and not waiting)
+        while waiting and free:
+            new = Sequence(waiting[0], clock.requests[waiting[0]], free[-1])
+            if running and sum(s.reserved for s in running) + new.reserved > wanted["pool"]:
+                break
+            waiting.popleft()
+            free.pop()
+            running.append(new)
+        asking = fill(running)
+        if code := lib.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode: {code}")
+        for one, row in asking:
+            token = lib.llama_sampler_sample(greedy, context, row)
+            clock.take(one.number, [token])
+            one.ids.append(token)
+            one.left -= 1
+            if not one.left:
+                running.remove(one)
+                lib.llama_memory_seq_rm(memory, one.slot, -1, -1)
+                free.append(one.slot)
+
+
+serve(lib.__version__, generate)
