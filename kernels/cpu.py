@@ -66,6 +66,7 @@ INLINE bf16 round_bf16(float x) {  // to nearest, ties to even; NaN stays NaN
   return (u & 0x7fffffff) > 0x7f800000 ? u >> 16 | 64 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
 INLINE float fast_exp(float x) {  // 2^n times a polynomial; x <= 88
+  float low = x < -87.f ? 0.f : 1.f;
   x = x < -87.f ? -87.f : x;
   float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
   float p = 1.98756915e-4f * r + 1.39819995e-3f;
@@ -73,7 +74,7 @@ INLINE float fast_exp(float x) {  // 2^n times a polynomial; x <= 88
   int32_t power = ((int32_t)n + 127) << 23;
   float two_to_n;
   memcpy(&two_to_n, &power, 4);
-  return (p * r * r + r + 1) * two_to_n;
+  return (p * r * r + r + 1) * two_to_n * low;
 }
 INLINE float softmax_step(float *p, long n, float *top, float *sum) {  // p[n], whole vectors, becomes exp(p - top)
   vec most = load_f32(p);
@@ -121,7 +122,8 @@ static void product_REAL(float *y, const float *x, const REAL *w, const float *b
   long panels = (n + PANEL - 1) / PANEL, bands = (m + BAND - 1) / BAND;
   SHARE
   for (long item = 0; item < panels * bands; item++) {
-    long left = item / bands * PANEL, first = item % bands * BAND, rows = m - first < BAND ? m - first : BAND;
+    long left = (m > n ? item % panels : item / bands) * PANEL;  // the smaller of x and w is gone through again and again
+    long first = (m > n ? item / panels : item % bands) * BAND, rows = m - first < BAND ? m - first : BAND;
     long width = n - left < PANEL ? n - left : PANEL, widen = sizeof(REAL) < 4 && rows > ROWS;
     float sum[BAND * PANEL], wide[DEPTH * PANEL];
     memset(sum, 0, sizeof(float) * rows * PANEL);
@@ -260,7 +262,8 @@ INLINE void attend_REAL(const float *q, const REAL *k, const REAL *v, long strid
     for (int g = 0; g < group; g++) memcpy(out + g * dim + i, o[g], 4 * (whole || dim - i > STEP ? STEP : dim - i));
   }
 }
-#define CASE(n, whole) attend_REAL(q + g * dim, k, v, stride, keys, n, whole, dim, scale, top + g, sum + g, out + g * dim)
+#define AT(x) x + g * dim
+#define CASE(n, whole) attend_REAL(AT(q), k, v, stride, keys, n, whole, dim, scale, top + g, sum + g, AT(out))
 #define CASES(n) if (dim % (WIDE * LANES)) CASE(n, 0); else CASE(n, 1)
 static void heads_REAL(const float *q, const REAL *k, const REAL *v, long stride, int keys, long group, long dim,
                        float scale, float *top, float *sum, float *out) {
@@ -271,6 +274,7 @@ static void heads_REAL(const float *q, const REAL *k, const REAL *v, long stride
     default: CASES(GROUP);
   }
 }
+#undef AT
 #undef CASE
 #undef CASES
 """

@@ -118,8 +118,8 @@ class FakeCuda(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.inference.__exit__(*error)
         self.complete(self.launched)
+        self.inference.__exit__(*error)
         self.patch.undo()
         FakeCuda.now = None
 
@@ -184,7 +184,9 @@ class FakeCuda(TorchDispatchMode):
         if not ours and not there:
             out = args[0].clone() if "pin_memory" in name else func(*args, **kwargs)
             return self.pin(out) if pin else out
-        self.launched += 1
+        aliases = [r.alias_info for r in func._schema.returns if r.alias_info]
+        is_view = bool(aliases) and not any(alias.is_write for alias in aliases)
+        self.launched += not (is_view or name in ("empty", "empty_like", "new_empty"))
         masks = name == "index" and any(t.dtype == torch.bool for t in tree_leaves(args[1]) if isinstance(t, Tensor))
         if name in ASKS_BACK or masks:
             self.wait(name)

@@ -50,7 +50,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {  # what is broken: file, the text as
     "numbers of the next head": (READ, "(d < HEAD_DIM)[None, :]", "(d >= 0)[None, :]"),
     "the grid is too small": (READ, "tokens // block_q + num_reqs", "-(-tokens // block_q)"),
     "K and V swapped in the read": (READ, "k, v = load_keys(k_cache_ptr, v_cache_ptr", "k, v = load_keys(v_cache_ptr, k_cache_ptr"),
-    "bit patterns multiplied": (READ, 'WIDEN=device == "cpu" and query.dtype == torch.bfloat16', "WIDEN=False"),
+    "bit patterns multiplied": (READ, 'WIDEN=arch == "cpu" and query.dtype == torch.bfloat16', "WIDEN=False"),
     "the last round is lost": (READ, "begin + rounds_each, end)", "begin + rounds_each, end - 1)"),
     "splits overlap": (READ, "begin += split * rounds_each", "begin += split * (rounds_each - 1)"),
     "the window is one too wide": (READ, "(behind < WINDOW)", "(behind <= WINDOW)"),

@@ -21,7 +21,7 @@ RULES: dict[str, tuple[str, str, str]] = {  # what is broken: module, the line a
     "top-p keeps the first": ("sampler", "    left_out[:, -1] = False\n", ""),
     "top-p counts from below": ("sampler", "mass_up_to_here <= 1 - top_p", "mass_up_to_here < 1 - top_p - 0.05"),
     "top-p's ties are decided": ("sampler", "token_ids = likeliest(logits, candidates).flip(-1)", "token_ids = logits.topk(candidates, dim=-1).indices.flip(-1)"),
-    "a race is won by p / q": ("sampler", "(probs / q).argmax", "(probs * q).argmax"),
+    "a race is won by p / q": ("sampler", "largest(probs / q)", "largest(probs * q)"),
     "a seed counts": ("sampler", "        q[row].exponential_(generator=generator)\n", "        pass\n"),
     "seeds differ": ("sampler", "manual_seed(params.seed)", "manual_seed(0)"),
     "raw is raw": ("sampler", 'raw if self.logprobs_mode.startswith("raw") else drawn_from', "drawn_from"),

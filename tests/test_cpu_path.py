@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ from walkvllm import LLM, SamplingParams
 from walkvllm.attention import CpuBackend, get_backend
 from walkvllm.compiled_model import CompiledLM
 from walkvllm.kernels import compiler, cpu
-from walkvllm.models import CausalLM, apply_rope
+from walkvllm.models import CausalLM, apply_rope, read_spec
 
 torch.set_num_threads(1)
 EMBEDDED = Path(str(files("walkvllm"))) / "tales-3m"
@@ -108,8 +109,64 @@ def read_case(seed: int) -> None:
     write_and_read("cpu", shape, seed)
 
 
+def tile_case(seed: int) -> None:
+    "Parts of prompts that are long enough for tiles."
+    rnd = random.Random(seed)
+    requests = tuple((rnd.choice([1, FEW + 1, rnd.randint(2, 250)]), rnd.choice([0, 1, 63, 64, rnd.randint(0, 200)]))
+                     for _ in range(rnd.randint(1, 3)))  # fmt: skip
+    heads = rnd.choice([1, 2]), rnd.choice([1, 2, 3, 7]), rnd.choice([2, 20, 64, 80, 128])
+    dtype = rnd.choice(list(cpu.SUFFIX))
+    shape = Shape(requests, *heads, rnd.choice([4, 16, 100]), dtype=dtype, padding=rnd.choice([0, 3]))
+    write_and_read("cpu", shape, seed)
+
+
+def random_model(rnd: random.Random, gen: torch.Generator) -> CompiledLM:
+    "Two small layers with some of a decoder's options."
+    spec = replace(
+        read_spec(json.loads((EMBEDDED / "config.json").read_text())), vocab_size=50, num_layers=2,
+        hidden_size=rnd.choice([24, 96]), intermediate_size=rnd.choice([40, 130]), head_dim=rnd.choice([12, 64]),
+        num_kv_heads=rnd.choice([1, 2]), qk_norm=rnd.random() < 0.5)  # fmt: skip
+    spec = replace(spec, num_heads=spec.num_kv_heads * rnd.choice([1, 3]))
+    hidden, inner, wide = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
+    rows = wide + 2 * spec.num_kv_heads * spec.head_dim
+    shapes = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "qkv_proj": (rows, hidden),
+              "o_proj": (hidden, wide), "gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}  # fmt: skip
+    if spec.qk_norm:
+        shapes |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
+    weights = {"embed_tokens.weight": rand(gen, 50, hidden), "norm.weight": rand(gen, hidden)}
+    for i in range(2):
+        weights |= {f"layers.{i}.{name}.weight": rand(gen, *shape) / 4 for name, shape in shapes.items()}
+        if rnd.random() < 0.5:
+            weights[f"layers.{i}.qkv_proj.bias"] = rand(gen, rows)
+    if rnd.random() < 0.5:
+        weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    return CompiledLM(spec, weights)
+
+
+@torch.inference_mode()
+def decoder_case(seed: int) -> None:
+    "All layers in one call, against the same calls one by one."
+    rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    model, dtype = random_model(rnd, gen), rnd.choice(list(cpu.SUFFIX))
+    requests = tuple((rnd.choice([1, 1, 5, 40]), rnd.choice([0, 7, 20])) for _ in range(rnd.randint(1, 4)))
+    spec, padding = model.spec, rnd.choice([0, 2])
+    shape = Shape(requests, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, 8, dtype=dtype,
+                  padding=padding)  # fmt: skip
+    case = build(shape, seed)
+    tokens = len(case.query)
+    pools = [[case.kv_cache.clone(), case.kv_cache.flip(0).contiguous()] for _ in range(2)]
+    ids, positions = torch.randint(50, (tokens,), generator=gen), torch.randint(900, (tokens,), generator=gen)
+    both = []
+    for model.in_one_call, pool in zip((True, False), pools, strict=True):
+        both.append(model.forward(ids, positions, pool, case.meta, get_backend("cpu")))
+    assert error(both[0], both[1]) < 1e-3
+    for one, other in zip(*pools, strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=1e-3 if dtype == torch.float32 else 0.05, equal_nan=True)
+
+
 CASES: dict[str, Callable[[int], None]] = {
-    "linear": linear_case, "glue": glue_case, "write": write_case, "read": read_case,
+    "linear": linear_case, "glue": glue_case, "write": write_case, "read": read_case, "tile": tile_case,
+    "decoder": decoder_case,
 }  # fmt: skip
 
 
@@ -204,6 +261,16 @@ MUTANTS = {
     "no scale": ("read", "s[g][i] * scale", "s[g][i]"),
     "offset in the block": ("read", "block * block_size + j)", "block * block_size)"),
     "short heads": ("read", "if (n >= LANES) return", "if (n >= 1) return"),
+    "a tile sees one key too many": ("tile", "i / group + 1 - base", "i / group + 2 - base"),
+    "a tile sees its first token's keys": ("tile", "first + i / group + 1 - base", "first + 1 - base"),
+    "a tile does not fade": ("tile", "o[(n * rows + i) * PANEL + j] *= fade", "o[(n * rows + i) * PANEL + j] *= 1"),
+    "a tile's first block again": ("tile", "blocks[(base + j) / block_size]", "blocks[j / block_size]"),
+    "a tile's last queries left out": ("tile", "end - t < tile ? end - t : tile, group", "end - t < tile ? 1 : tile, group"),
+    "short requests twice, long ones not": ("tile", "end - starts[r] <= FEW ||", "end - starts[r] > FEW ||"),
+    "the residual forgotten": ("decoder", "l == layers ? NULL : s->delta", "NULL"),
+    "one norm for both": ("decoder", "s->delta, l->second_norm", "s->delta, l->first_norm"),
+    "the first layer's cache": ("decoder", "attend_and_write_f32(l, s)", "attend_and_write_f32(layers, s)"),
+    "the output forgets the last layer": ("decoder", "norm(s->out, s->x, s->delta,", "norm(s->out, s->x, NULL,"),
     "turned backwards": ("write", "a * c[i] - b * s[i]", "a * c[i] + b * s[i]"),
     "padding is written": ("write", "if (slots[t] < 0) continue;", ""),
     "V where K goes": ("write", "row[heads * dim + width + i]", "row[heads * dim + i]"),
@@ -376,6 +443,24 @@ def test_which_model_runs(dtype: str, compiled: bool) -> None:
     llm = LLM(multiprocess=False, dtype=dtype, attention_backend="cpu")
     assert isinstance(llm.llm_engine.engine_core.engine_core.model_runner.model, CompiledLM) == compiled
     assert llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["slot", "block"])
+def test_the_decoder_refuses_bad_ids_before_it_writes(what: str) -> None:
+    rnd, gen = random.Random(0), torch.Generator().manual_seed(0)
+    model, case = random_model(rnd, gen), build(CHOSEN["a whole block at once"])
+    spec, meta = model.spec, case.meta
+    pools = [torch.zeros(2, case.kv_cache.shape[1], 8, spec.num_kv_heads, spec.head_dim) for _ in range(2)]
+    meta.slot_mapping, meta.block_table = meta.slot_mapping.clone(), meta.block_table.clone()
+    if what == "slot":
+        meta.slot_mapping[-1] = case.kv_cache.shape[1] * 8
+    else:
+        meta.block_table[0, 0] = case.kv_cache.shape[1]
+    ids = torch.zeros(len(meta.slot_mapping), dtype=torch.int64)
+    with torch.inference_mode(), pytest.raises(IndexError, match=what):
+        model.forward(ids, ids, pools, meta, get_backend("cpu"))
+    assert not any(pool.any() for pool in pools)
 
 
 @needs_compiler

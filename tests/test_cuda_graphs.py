@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from families import make_model
 from test_kernels import needs_triton, sanitizer  # noqa: F401  (sanitizer: for every test here)
 from torch import Tensor
@@ -429,6 +430,16 @@ def test_no_room(gpu: Any) -> None:
             LLM(**SETTINGS, attention_backend="torch", enforce_eager=True, gpu_memory_utilization=utilization)
 
 
+def test_no_room_for_the_largest_step(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    gpu(made_up())
+    monkeypatch.setattr(cuda_graphs, "largest_step", full)
+    with pytest.raises(ValueError, match=r"weights \(2.00 GiB\) a GPU of 80.00 GiB .* max_num_seqs"):
+        LLM(**SETTINGS, attention_backend="torch")
+
+
 def test_what_is_given_goes_first(gpu: Any) -> None:
     gpu(Again)  # whoever looks at its memory raises
     for given in ({"num_gpu_blocks_override": 30}, {"kv_cache_memory_bytes": 1 << 21}):
@@ -500,6 +511,29 @@ def test_what_is_asked_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
     assert card.capture(lambda: asked.append("launch")) == "a replay"
     assert asked == ["launch", ("synchronize",), ("begin", Graph, "pool"), "launch", "end"]
+
+
+@needs_triton
+def test_a_device_is_measured_and_replayed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "The largest step, the graphs and the engine's own steps, all with tensors on a device: the same tokens."
+    if torch.cuda.is_available():
+        pytest.skip("the card is there")
+    small = {**SETTINGS, "attention_backend": "triton", "max_num_seqs": 3, "max_model_len": 40}
+    with LLM(str(tiny), **small, num_gpu_blocks_override=16) as llm:
+        want = answers(llm, 3)
+    with FakeCuda() as device:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(model_runner, "open_card", made_up(GIB, GIB // 8))
+        monkeypatch.setattr(PretendCard, "capture", Again.capture)
+        monkeypatch.setattr(PretendCard, "order", [], raising=False)
+        with LLM(str(tiny), **small) as llm:
+            runner = llm.llm_engine.engine_core.engine_core.model_runner
+            assert runner.config.cache_config.num_gpu_blocks == 16  # three requests of five blocks, and the null block
+            assert runner.config.cudagraph_capture_sizes == [1, 2, 3]
+            assert runner.graphs.inputs["input_ids"] is runner.batch.inputs.gpu["input_ids"]
+            sizes = replays(llm)
+            assert answers(llm, 3) == want and {2, 3} <= set(sizes)
+        assert not device.unknown and not device.overwritten
 
 
 # ---- with a card that is there ----

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +24,12 @@ from walkvllm.config import EngineArgs
 from walkvllm.engine_core import EngineCore
 from walkvllm.input_batch import CachedRequestState, InputBatch, flatten
 from walkvllm.kernels import HAS_TRITON
-from walkvllm.messages import EngineCoreRequest
+from walkvllm.messages import EngineCoreRequest, SchedulerOutput
 from walkvllm.model_runner import AsyncModelRunnerOutput, ModelRunner
 from walkvllm.models import CausalLM
 from walkvllm.sampling_metadata import SamplingColumns
 from walkvllm.sampling_params import SamplingParams
+from walkvllm.show import example
 from walkvllm.weights import load_weights
 
 torch.set_num_threads(1)
@@ -387,6 +390,47 @@ def test_the_draw_is_the_same(cuda: FakeCuda, rows: int) -> None:
     assert drawn[0] == drawn[1]
 
 
+# ---- what page 05 shows ----
+
+STEPS = 8
+DATA = Path(str(files("walkvllm"))) / "data" / "device_step.json"
+
+
+def queue_at_each_stop(ahead: bool, steps: int) -> list[list[Any]]:
+    "[stop, work order, operations launched and not known to be done, waits so far], of the running example."
+    numbers: dict[int, tuple[int, Any]] = {}
+    log: list[list[Any]] = []
+    with FakeCuda() as cuda:
+
+        class Listener:
+            def begin(self) -> None:
+                pass
+
+            def __call__(self, stop: str, work: Any, *rest: Any) -> None:
+                if not isinstance(work, SchedulerOutput):
+                    return
+                number = numbers.setdefault(id(work), (len(numbers) + 1, work))[0]
+                log.append([stop, number, cuda.launched - cuda.done, len(cuda.waits)])
+
+        core = example.core(async_scheduling=ahead, attention_backend="triton", enforce_eager=True)
+        for message in example.requests():
+            core.add_request(message)
+        cuda.complete(cuda.launched)
+        cuda.waits.clear()
+        core.listener = Listener()  # type: ignore[assignment]
+        for _ in range(steps):
+            core.step()
+    return log
+
+
+@interpreted
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["three phases", "two in flight"])
+def test_what_page_05_shows_is_so(form: str) -> None:
+    recorded = json.loads(DATA.read_text(encoding="utf-8"))[form]
+    assert queue_at_each_stop(form == "two in flight", STEPS) == recorded
+
+
 # ---- the real thing ----
 
 @on_gpu
@@ -405,3 +449,8 @@ def test_cuda_agrees_that_nothing_waits(model: Path, wish: str) -> None:
             core.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+if __name__ == "__main__":  # records what page 05 shows; TRITON_INTERPRET=1 must be set
+    forms = {"three phases": queue_at_each_stop(False, STEPS), "two in flight": queue_at_each_stop(True, STEPS)}
+    DATA.write_text(json.dumps(forms) + "\n", encoding="utf-8")

@@ -484,10 +484,11 @@ def test_more_splits_windows_and_caps(first: int) -> None:
         rnd = random.Random(-seed)
         shape = replace(random_shape(seed), window=rnd.choice([0, rnd.randint(1, 60)]), cap=rnd.choice([0.0, 0.0, 3.0]))
         config = ReadConfig(rnd.choice([16, 32, 64]), rnd.choice([16, 32, 64]), rnd.choice([1, 2, 4, 16]))
-        if config.num_splits > 1:
-            few = tuple((min(q, 3), c) for q, c in shape.requests[:3])
-            shape = replace(shape, requests=few, kv_heads=min(shape.kv_heads, 8 // shape.group + 1))
-        read_with(config, shape)
+        tokens = 4 * max(1, config.block_m // shape.group)
+        if config.num_splits > 1:  # so many programs more
+            tokens = 3
+            shape = replace(shape, requests=shape.requests[:3], kv_heads=min(shape.kv_heads, 8 // shape.group + 1, 2))
+        read_with(config, replace(shape, requests=tuple((min(q, tokens), c) for q, c in shape.requests)))
 
 
 def test_configurations_for_a_gpu() -> None:

@@ -57,8 +57,6 @@ class Clock:
 
     def timed(self, owner: Any, name: str, part: str) -> None:
         """From now on counts the calls of `owner.name` as `part`."""
-        if not hasattr(owner, name):
-            return  # a kernel that this version of the engine has not: its time is its caller's
         inside, work = name in vars(owner), getattr(owner, name)
 
         @functools.wraps(work)
@@ -107,7 +105,8 @@ def watch_model(clock: Clock, engine: LLMEngine) -> None:
         (cpu.OneDnnLinear, "__call__", "products"),
         (engine.engine_core.engine_core.model_runner.backend, "read", "attention"),
     ):  # fmt: skip
-        clock.timed(owner, name, part)
+        if hasattr(owner, name):  # else its time is its caller's
+            clock.timed(owner, name, part)
 
 
 # ---- engines ----
@@ -284,6 +283,7 @@ class Recorded:
     spans: list[list[tuple[str, float]]] = field(default_factory=list)  # (stop, seconds), in order
 
 
+LAYERS = ("norms", "products", "rope and write", "attention", "activation", "rest of the model")
 STOPS = ("scheduled", "executed", "sampled", "updated", "outputs encoded", "outputs decoded", "text out")
 
 
@@ -308,37 +308,56 @@ def record_steps(engine: LLMEngine, steps: int) -> Recorded:
     return found
 
 
-def picked(found: Recorded, first: int, last: int) -> dict[str, Any]:
-    """The step whose time is the median of steps first to last: milliseconds by stop, and by part of `executed`."""
-    totals = {n: sum(seconds for _, seconds in found.spans[n]) for n in range(first, last)}
-    number = sorted(totals, key=lambda n: totals[n])[len(totals) // 2]
+def picked(found: Recorded, pieces: Recorded, steps: slice) -> dict[str, Any]:
+    """The step of median length: milliseconds by stop, and by part of `executed`.
+
+    If all layers are one call, its time is split as that of the same step's layers in pieces.
+    """
+    totals = [sum(seconds for _, seconds in spans) for spans in found.spans[steps]]
+    number = (steps.start or 0) + totals.index(sorted(totals)[len(totals) // 2])
+    inside, rows = dict(found.parts[number]), pieces.parts[steps]
+    if pieces is not found:
+        parts = {part: statistics.median(row.get(part, 0.0) for row in rows) for part in LAYERS}
+        parts["products"] = max(parts["products"] - inside["products"], 0.0)  # less the head, a call of its own
+        whole = inside.pop("rest of the model") / sum(parts.values())
+        inside |= {part: inside.get(part, 0.0) + whole * seconds for part, seconds in parts.items()}
     milli = [[stop, round(seconds * 1e3, 4)] for stop, seconds in found.spans[number]]
-    inside = {part: round(seconds * 1e3, 4) for part, seconds in found.parts[number].items()}
-    return {"step": number + 1, "stops": milli, "executed": inside}
+    return {"step": number + 1, "in one call": pieces is not found, "stops": milli,
+            "executed": {part: round(seconds * 1e3, 4) for part, seconds in inside.items()}}  # fmt: skip
+
+
+def recorded(engine: LLMEngine, load: Load, steps: int) -> Recorded:
+    """The steps of a new batch of requests, from their prompts on."""
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True)
+    for i in range(load.running):
+        prompt = [5 + (i + 3 * j) % 2000 for j in range(load.context)]
+        engine.add_request(f"r{i}", {"prompt_token_ids": prompt}, params)
+    found = record_steps(engine, steps)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return found
 
 
 def trace(steps: int, threads: int) -> list[dict[str, Any]]:
     """A prefill step and a median decode step of three workloads."""
-    rows = []
+    rows, steps = [], min(steps, 100)
     torch.set_num_threads(threads)
-    for name, model, dtype, load in (
+    for name, path, dtype, load in (
         ("a", EMBEDDED, "float32", Load(1, context=32)), ("a", EMBEDDED, "float32", Load(16, context=32)),
         ("b", smol_model(), "bfloat16", Load(16, context=64)),
     ):  # fmt: skip
-        steps = min(steps, 100)
-        engine = real_engine(model, dtype, load, 2 * steps + 60)
-        begin(engine, load, steps + 20, 2048)  # the first run is not like the others
-        while engine.has_unfinished_requests():
-            engine.step()
-        params = SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True)
-        for i in range(load.running):
-            prompt = [5 + (i + 3 * j) % 2000 for j in range(load.context)]
-            engine.add_request(f"r{i}", {"prompt_token_ids": prompt}, params)
-        found = record_steps(engine, steps)
+        engine = real_engine(path, dtype, load, steps + 60)
+        model: Any = engine.engine_core.engine_core.model_runner.model
+        recorded(engine, load, 5)  # the first run is not like the others
+        found = pieces = recorded(engine, load, steps)
+        if getattr(model, "in_one_call", False):
+            model.in_one_call = False
+            pieces = recorded(engine, load, WARM_UP + steps // 4)
         engine.shutdown()
         head = {"workload": name, "batch": load.running, "threads": threads}
-        rows.append(head | {"kind": "prefill", "tokens": load.running * load.context} | picked(found, 0, 1))
-        rows.append(head | {"kind": "decode", "tokens": load.running} | picked(found, WARM_UP, steps))
+        prompts = {"kind": "prefill", "tokens": load.running * load.context}
+        rows.append(head | prompts | picked(found, pieces, slice(0, 1)))
+        rows.append(head | {"kind": "decode", "tokens": load.running} | picked(found, pieces, slice(WARM_UP, None)))
         print(*rows[-2:], sep="\n", flush=True)
     return rows
 

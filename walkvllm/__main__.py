@@ -172,6 +172,7 @@ def _what_walks(args: argparse.Namespace) -> tuple[LLM, list[str], list[str], li
         "num_gpu_blocks_override": 128,
         "max_num_batched_tokens": 32,
         "max_num_seqs": 8,
+        "async_scheduling": False,
     }
     names = [f"r{i}" for i in range(1, len(prompts) + 1)]
     params = [SamplingParams(**{"temperature": 0.0, "max_tokens": 24} | asked)] * len(prompts)

@@ -136,7 +136,7 @@ def plan_decodes(kv_cache: Tensor, block_table: Tensor, lengths: Tensor, rows: T
 
 
 def plan_prefills(kv_cache: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor) -> Iterator[PrefillGroup]:
-    """Groups of requests with the same number of query tokens, more than one, and of keys, as big as a gather may be."""
+    """Groups of requests with equally many query tokens, more than one, and keys; as big as a gather may be."""
     _, _, block_size, kv_heads, head_dim = kv_cache.shape
     alike: dict[tuple[int, int], list[int]] = {}
     for r, (queries, length) in enumerate(zip(starts.diff().tolist(), lengths.tolist(), strict=True)):

@@ -3,9 +3,11 @@
 # %% ../nbs/02_settings.ipynb #69fef3da
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import sys
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -18,8 +20,8 @@ logger = logging.getLogger("walkvllm")
 # %% auto #0
 __all__ = ['logger', 'CHOICES', 'SMALLEST', 'BYTES', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'VllmConfig',
            'EngineArgs', 'check_engine_args', 'read_json', 'model_directory', 'resolve_generation_config',
-           'resolve_dtype', 'resolve_max_model_len', 'resolve_backend', 'on_gpu', 'capture_sizes', 'block_bytes',
-           'resolve_num_blocks', 'useful_blocks', 'with_num_blocks', 'fit_pool']
+           'resolve_dtype', 'resolve_max_model_len', 'resolve_backend', 'has_driver', 'on_gpu', 'capture_sizes',
+           'block_bytes', 'resolve_num_blocks', 'useful_blocks', 'with_num_blocks', 'fit_pool']
 
 # %% ../nbs/02_settings.ipynb #2070a3c7
 @dataclass(frozen=True, slots=True)
@@ -232,11 +234,23 @@ def resolve_backend(name: str) -> str:
     return "triton" if on_gpu("triton") else "cpu"
 
 
+def has_driver() -> bool:
+    "Whether a GPU's driver is here. To ask torch, it must be loaded: two seconds, for nothing where there is none."
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            return bool(ctypes.CDLL(name))
+        except OSError:
+            continue
+    return Path("/dev/kfd").exists()  # AMD's
+
+
 def on_gpu(backend: str) -> bool:
     "Whether the engine is one for a GPU: with CUDA graphs, and a pool as large as the memory that is left."
+    if backend != "triton" or not ("torch" in sys.modules or has_driver()):
+        return False
     import torch
 
-    return backend == "triton" and torch.cuda.is_available()
+    return torch.cuda.is_available()
 
 
 def capture_sizes(most: int) -> list[int]:

@@ -161,9 +161,10 @@ def largest_step(config: VllmConfig, model: CausalLM, backend: AttentionBackend,
     counts = [min(budget // rows + (i < budget % rows), longest) for i in range(rows)]
     batch = InputBatch(rows, longest, block_size, model.spec.vocab_size, device, budget)
     wish = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, frequency_penalty=1.0, logprobs=1)
-    for i, n in enumerate(counts):  # all of them write into the one block of `scratch`, again and again
+    for i, n in enumerate(counts):  # all of them own the one block of `scratch`, which is the null block
         batch.add_request(CachedRequestState(str(i), wish, [0] * n, n, [0] * -(-n // block_size), 0))
     flat = flatten(batch, counts)
+    flat.meta.slot_mapping.fill_(-1)  # and nobody writes
     hidden = model.forward(flat.input_ids, flat.positions, scratch, flat.meta, backend)
     logits = model.compute_logits(hidden[flat.logits_indices])
     meta = batch.sampling.metadata(np.arange(rows), batch.token_ids, batch.num_tokens)
@@ -206,10 +207,16 @@ def measured(
 ) -> VllmConfig:
     """`config` with as many blocks as the card has room for, once the model is on it.
 
-    before: how the card was before the model; scratch: a cache of one block. ValueError if there is no room.
+    before: how the card was before the model; scratch: a cache of one block, all zeros. ValueError if there is no room.
     """
     weights = card.look().allocated - before.allocated  # from this look on, the peak is that of the step
-    largest_step(config, model, backend, scratch)
+    try:
+        largest_step(config, model, backend, scratch)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"beside the weights ({gib(weights)}) a GPU of {gib(before.total)} has no room for the largest step; "
+            "ask for a smaller max_num_batched_tokens or max_num_seqs"
+        ) from error
     after = card.look()
     cache, spec, settings = config.cache_config, model.spec, config.scheduler_config
     graphs = graph_bytes(config, model, backend, scratch, card)

@@ -128,7 +128,8 @@ class AsyncModelRunnerOutput:
         if self.copies:
             self.copied.synchronize()
             (token_ids, *logprobs), self.copies = self.copies, []
-            for row, state, place, token_id in zip(self.rows, self.states, self.places, token_ids.tolist(), strict=True):
+            owners = zip(self.rows, self.states, self.places, token_ids.tolist(), strict=True)
+            for row, state, place, token_id in owners:
                 self.output.sampled_token_ids[row] = [token_id]
                 state.token_ids[place] = token_id
                 now = self.runner.batch.req_id_to_index.get(state.req_id)

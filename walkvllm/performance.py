@@ -15,7 +15,7 @@ from .show import Picture, _legend, _rect, _svg, _text
 
 # %% auto #0
 __all__ = ['Spread', 'VLLM', 'TRANSFORMERS', 'RATIOS', 'title_of', 'in_order', 'ratios', 'compared', 'show_beside',
-           'tuned', 'Target', 'runs_of', 'ratio_targets', 'other_targets']
+           'rows_of', 'tuned', 'Target', 'runs_of', 'ratio_targets', 'other_targets']
 
 # %% ../nbs/19_performance.ipynb #51aa06a6
 Spread = tuple[float, float, float]  # median, smallest, largest
@@ -79,6 +79,17 @@ def show_beside(
     shown = {peer: COLOUR[peer] for peer in PEERS if any(peer in peers for peers in rows.values())}
     picture = _svg(parts, bottom + 12, f"{title}. {'; '.join(says)}")
     return Picture(picture + _legend(shown), f"{title}: {len(rows)} runs")
+
+# %% ../nbs/19_performance.ipynb #8a21c605
+def rows_of(bench: Mapping[str, Any], run: str, columns: Mapping[str, str]) -> list[dict[str, Any]]:
+    "A row for each peer of a run: the numbers under these keys, by their titles. A spread is shown as three numbers."
+    rows = []
+    for peers in (r["peers"] for r in bench["runs"] if r["id"] == run and not r["tunables"]):
+        for peer, row in peers.items():
+            found = {title: row[key] for key, title in columns.items() if key in row}
+            shown = {t: "{:.2f} ({:.2f} to {:.2f})".format(*v) if isinstance(v, list) else v for t, v in found.items()}
+            rows += [{"engine": peer} | shown] if found else []
+    return rows
 
 # %% ../nbs/19_performance.ipynb #6d03f3b2
 def tuned(bench: Mapping[str, Any], key: str) -> list[dict[str, str]]:

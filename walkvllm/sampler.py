@@ -17,8 +17,15 @@ from .sampling_metadata import SamplingMetadata
 from .sampling_params import SAMPLING_EPS, SamplingParams
 
 # %% auto #0
-__all__ = ['ROWS_FOR_A_KERNEL', 'apply_temperature', 'apply_min_p', 'at_most', 'apply_top_k', 'apply_top_p',
+__all__ = ['ROWS_FOR_A_KERNEL', 'largest', 'apply_temperature', 'apply_min_p', 'at_most', 'apply_top_k', 'apply_top_p',
            'apply_top_k_top_p', 'random_sample', 'make_generator', 'SamplerOutput', 'Sampler']
+
+# %% ../nbs/13_sampling.ipynb #06591fa4
+def largest(rows: torch.Tensor) -> torch.Tensor:
+    "The place [R] of the largest number in each of `rows` [R, V], the first of equal ones."
+    if rows.device.type != "cpu":
+        return rows.argmax(dim=-1)
+    return torch.from_numpy(rows.numpy().argmax(axis=-1))  # ten times faster than torch's on a CPU
 
 # %% ../nbs/13_sampling.ipynb #5326fe54
 def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -75,7 +82,7 @@ def random_sample(probs: torch.Tensor, generators: dict[int, torch.Generator], s
         q.exponential_(generator=shared)
     for row, generator in generators.items():
         q[row].exponential_(generator=generator)
-    return (probs / q).argmax(dim=-1)
+    return largest(probs / q)
 
 # %% ../nbs/13_sampling.ipynb #5977564f
 def make_generator(params: SamplingParams, device: torch.device | str = "cpu") -> torch.Generator | None:
@@ -115,7 +122,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, meta: SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         "(token ids [R], the logits [R, V] that they were drawn from)"
-        greedy = logits.argmax(dim=-1)
+        greedy = largest(logits)
         if meta.temperature is None:
             return greedy, logits
         logits = apply_temperature(logits, meta.temperature)

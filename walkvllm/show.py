@@ -230,13 +230,14 @@ class Example:
     def config(self, **changes: Any) -> VllmConfig:
         from walkvllm.config import EngineArgs
 
-        return EngineArgs(**self.engine | changes).create_engine_config()
+        step_by_step = {"async_scheduling": False}  # on a GPU too, where that is not the default
+        return EngineArgs(**step_by_step | self.engine | changes).create_engine_config()
 
     def llm(self, **changes: Any) -> LLM:
         "The core is in this process, where a reader can look at it; multiprocess=True puts it into its own."
         from walkvllm.llm import LLM
 
-        return LLM(**{"multiprocess": False} | self.engine | changes)
+        return LLM(**{"multiprocess": False, "async_scheduling": False} | self.engine | changes)
 
     def core(self, **changes: Any) -> EngineCore:
         from walkvllm.engine_core import EngineCore

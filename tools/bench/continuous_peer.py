@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peer import STEP_TOKENS, Clock, serve, settings
+from peer import Clock, serve, settings
 
 wanted = settings()
 
@@ -20,7 +20,7 @@ generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, 
 
 def generate(clock: Clock, prefix_caching: bool) -> None:
     config = ContinuousBatchingConfig(
-        page_size=PAGE, num_blocks=wanted["pool"] // PAGE, max_batch_tokens=min(STEP_TOKENS, wanted["pool"]),
+        page_size=PAGE, num_blocks=wanted["pool"] // PAGE, max_batch_tokens=min(wanted["step"], wanted["pool"]),
         max_requests_per_batch=wanted["seqs"], use_async_batching=False, use_cuda_graph=False,
         allow_block_sharing=prefix_caching,
     )  # fmt: skip

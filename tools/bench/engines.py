@@ -85,7 +85,8 @@ class Engine:
     def __init__(self, work: dict[str, Any], name: str, threads: int, bind: str = "", tunables: str = "") -> None:
         self.name, self.bind, self.peak_mb, self.version = name, bind, 0, ""
         told = {**PEERS[name].get("told", {}), "model": work["model"], "dtype": work["dtype"], "threads": threads,
-                "longest": work["longest"], "seqs": work["seqs"], "pool": work["pool"], "bind": bind}  # fmt: skip
+                "longest": work["longest"], "seqs": work["seqs"], "pool": work["pool"], "step": work["step"],
+                "bind": bind}  # fmt: skip
         if PEERS[name].get("gguf"):
             told["model"] = str(gguf_of(work["model"], work["dtype"]))
         environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

@@ -11,7 +11,7 @@ import ctypes
 from collections import deque
 from typing import Any
 
-from peer import STEP_TOKENS, Clock, serve, settings
+from peer import Clock, serve, settings
 
 wanted = settings()
 
@@ -28,16 +28,19 @@ lib.llama_backend_init()
 model = lib.llama_model_load_from_file(wanted["model"].encode(), lib.llama_model_default_params())
 options = lib.llama_context_default_params()
 options.n_ctx = wanted["pool"]
-options.n_batch, options.n_ubatch = STEP_TOKENS, 512
+step_tokens = wanted["step"]
+options.n_batch, options.n_ubatch = step_tokens, 512
 options.n_seq_max = wanted["seqs"]
 options.n_threads = options.n_threads_batch = wanted["threads"]
 options.kv_unified = True
+if wanted["dtype"] == "float32":  # else its cache has 16 bits, as the others' in bfloat16
+    options.type_k = options.type_v = lib.GGML_TYPE_F32
 context = lib.llama_init_from_model(model, options)
 if not context:
     raise SystemExit("llama.cpp could not load the model")
 memory = lib.llama_get_memory(context)
 greedy = lib.llama_sampler_init_greedy()
-batch = lib.llama_batch_init(STEP_TOKENS, 0, 1)
+batch = lib.llama_batch_init(step_tokens, 0, 1)
 
 
 class Sequence:
@@ -54,7 +57,7 @@ def fill(running: list[Sequence]) -> list[tuple[Sequence, int]]:
     """Puts the next tokens into the batch, the short work first. Who gets a token, and from which row."""
     n, asking = 0, []
     for one in sorted(running, key=lambda s: len(s.ids) - s.computed > 1):
-        new = one.ids[one.computed : one.computed + STEP_TOKENS - n]
+        new = one.ids[one.computed : one.computed + step_tokens - n]
         for token in new:
             batch.token[n], batch.pos[n], batch.n_seq_id[n] = token, one.computed, 1
             batch.seq_id[n][0], batch.logits[n] = one.slot, 0

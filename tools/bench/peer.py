@@ -1,10 +1,10 @@
 """What every peer of the benchmark is: a process that loads a model once and then answers one line after the other.
 
 It is started as `python X_peer.py SETTINGS`, where SETTINGS is JSON with model, dtype, threads, longest (tokens of the
-longest request), seqs (requests at once) and pool (tokens of KV cache). Each line of its input is {"requests":
-[{"prompt_token_ids", "max_tokens", "arrival"}], "prefix_caching"}; each line of its output {"seconds", "cpu_seconds",
-"tokens", "times"}, with the time of each token in seconds after the start. All decode greedily and ignore EOS.
-What a peer prints besides goes to its stderr.
+longest request), seqs (requests at once), step (tokens of one step) and pool (tokens of KV cache). Each line of its
+input is {"requests": [{"prompt_token_ids", "max_tokens", "arrival"}], "prefix_caching"}; each line of its output
+{"seconds", "cpu_seconds", "tokens", "times"}, with the time of each token in seconds after the start. All decode
+greedily and ignore EOS. What a peer prints besides goes to its stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 Requests = list[dict[str, Any]]
-STEP_TOKENS = 4096  # the most tokens of one step, for the engines that batch continuously
 
 
 class Clock:

@@ -39,6 +39,7 @@ taken over all tokens of a round first.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -57,10 +58,12 @@ from engines import PEERS, Engine, Failed, gguf_of, load, python_for
 from workloads import BUILD, ROOT, workloads
 
 SAME, TIE = 0.98, 1e-3
+LARGE = 400_000_000  # parameters of a model that is not loaded with both bindings of both versions at once
 ENOUGH = 0.3  # seconds: a shorter run is repeated within its turn
 MALLOC = {"hugetlb": 1, "mmap_threshold": 4000000000, "trim_threshold": 8000000000, "top_pad": 1 << 28}
 TUNABLES = ":".join(f"glibc.malloc.{key}={value}" for key, value in MALLOC.items())
-TUNED = ("a16", "b6", "c1", "c16")  # with --tunables both: what is run with them too
+TUNED = ("a16", "b6", "c1")  # with --tunables both: what is run with them too
+GUESS = {"b1": 1.0, "b6": 4.0, "b16": 7.0, "c1": 3.5, "c16": 7.0, "d": 3.5, "e": 1.2, "e-off": 4.0}  # seconds of a turn
 RECORD = ROOT / "walkvllm" / "data" / "bench.json"
 
 
@@ -155,8 +158,9 @@ def turn(engine: Engine, work: dict[str, Any]) -> dict[str, float]:
 
 
 def warm(work: dict[str, Any]) -> dict[str, Any]:
-    """The same prompts with two tokens each, all there at once."""
-    cut = [{"prompt_token_ids": r["prompt_token_ids"], "max_tokens": 2} for r in work["requests"][:64]]
+    """Some of the same prompts with two tokens each, all there at once."""
+    count = 16 if work["workload"] in "abc" else 4
+    cut = [{"prompt_token_ids": r["prompt_token_ids"], "max_tokens": 2} for r in work["requests"][:count]]
     return {**work, "requests": cut}
 
 
@@ -166,13 +170,27 @@ class Group:
     def __init__(self, works: list[dict[str, Any]], names: list[str], threads: int, tunables: bool,
                  bad: dict[str, str], binds: dict[tuple[str, str], str]) -> None:  # fmt: skip
         self.works, self.tunables, self.errors, self.binds = works, tunables, dict(bad), binds
-        self.names, self.engines = names, {}
-        starting: dict[tuple[str, str], Engine] = {}
-        for name in names:
-            if name not in bad:
-                wanted = {binds[name, w["id"]] for w in works if (name, w["id"]) in binds}
-                for bind in sorted(wanted) or PEERS[name].get("binds", [""]):
-                    starting[name, bind] = Engine(works[0], name, threads, bind, TUNABLES if tunables else "")
+        self.names, self.threads = names, threads
+        self.engines: dict[tuple[str, str], Engine] = {}
+        self.rates: dict[tuple[str, str], dict[str, float]] = {}  # (peer, workload): tokens/s by binding
+        self.times: dict[tuple[str, str], report.Times] = {}
+        able = [name for name in names if name not in bad]
+        if size_of(works[0]["model"])["parameters"] > LARGE:
+            for name in able:
+                if len(self.binds_of(name)) > 1:
+                    self.keep_one(name)
+        self.start(able)
+
+    def binds_of(self, name: str) -> list[str]:
+        """The bindings of a peer that are still in question."""
+        wanted = {self.binds[name, w["id"]] for w in self.works if (name, w["id"]) in self.binds}
+        return sorted(wanted) or list(PEERS[name].get("binds", [""]))
+
+    def start(self, names: list[str]) -> None:
+        """Loads these peers, all at the same time, unless they are loaded."""
+        keys = [(name, bind) for name in names for bind in self.binds_of(name) if (name, bind) not in self.engines]
+        tunables = TUNABLES if self.tunables else ""
+        starting = {key: Engine(self.works[0], key[0], self.threads, key[1], tunables) for key in keys}
         for key, engine in starting.items():
             try:
                 engine.wait()
@@ -180,8 +198,20 @@ class Group:
             except Failed as reason:
                 self.errors[key[0]] = str(reason)
                 engine.kill()
-        self.rates: dict[tuple[str, str], dict[str, float]] = {}  # (peer, workload): tokens/s by binding
-        self.times: dict[tuple[str, str], report.Times] = {}
+
+    def keep_one(self, name: str) -> None:
+        """Finds the faster binding for all workloads together and ends the other: memory is short."""
+        self.start([name])
+        for work in self.works:
+            self.warm_up_one(work, [name])
+        loaded = [key for key in self.engines if key[0] == name]
+        cost = {key: sum(w["batch"] / self.rates.get((name, w["id"]), {}).get(key[1], 1e-9) for w in self.works)
+                for key in loaded}  # fmt: skip
+        best = min(loaded, key=lambda key: cost[key], default=(name, ""))
+        for key in loaded:
+            if key != best:
+                self.engines.pop(key).close()
+        self.binds.update({(name, work["id"]): best[1] for work in self.works})
 
     def chosen(self, name: str, work: dict[str, Any]) -> Engine | None:
         """The peer's engine for this workload: the faster binding, where there are two."""
@@ -198,24 +228,29 @@ class Group:
             return None
 
     def warm_up(self) -> None:
-        """Everybody runs everything once, shortened; those with two bindings then compare them at full length."""
+        """Everybody runs everything once, shortened."""
         for work in self.works:
-            for key in list(self.engines):
-                self.attempt(key, warm(work))
-            for name in self.names:
-                keys = [key for key in self.engines if key[0] == name]
-                if len(keys) > 1:
-                    found = {key[1]: self.attempt(key, work) for key in keys}
-                    tokens = sum(r["max_tokens"] for r in work["requests"])
-                    rates = {bind: round(tokens / t["seconds"], 1) for bind, t in found.items() if t}
-                    self.rates[name, work["id"]] = rates
-                    self.binds[name, work["id"]] = max(rates, key=lambda bind: rates[bind])
+            self.warm_up_one(work, self.names)
 
-    def round(self) -> None:
-        """Every workload to every peer."""
+    def warm_up_one(self, work: dict[str, Any], names: list[str]) -> None:
+        """One workload, shortened; those with two bindings then compare them at full length."""
+        for name in names:
+            keys = [key for key in self.engines if key[0] == name]
+            for key in keys:
+                self.attempt(key, warm(work))
+            if len(keys) > 1:
+                found = {key[1]: self.attempt(key, work) for key in keys if key in self.engines}
+                tokens = sum(r["max_tokens"] for r in work["requests"])
+                rates = {bind: round(tokens / t["seconds"], 1) for bind, t in found.items() if t}
+                self.rates[name, work["id"]] = rates
+                self.binds[name, work["id"]] = max(rates, key=lambda bind: rates[bind], default="")
+
+    def round(self, number: int) -> None:
+        """Every workload to every peer; another one begins each time."""
+        first = number % len(self.names)
         for work in self.works:
             taken = []
-            for name in self.names:
+            for name in self.names[first:] + self.names[:first]:
                 engine = self.chosen(name, work)
                 if engine and (found := self.attempt((name, engine.bind), work)):
                     self.times.setdefault((name, work["id"]), []).append(found)
@@ -228,12 +263,12 @@ class Group:
         ours = self.times[self.names[0], work["id"]]
         for name in self.names:
             engine, times = self.chosen(name, work), self.times.get((name, work["id"]))
-            if name in self.errors or not engine or not times:
+            if not engine or not times:
                 peers[name] = {"error": self.errors.get(name, "no numbers")}
                 continue
             peers[name] = {"version": engine.version, **report.row(work, times, ours), "peak_mb": engine.peak_mb,
                            "cpu_share_idle": engine.cpu_share_idle()}  # fmt: skip
-            if name in PEERS and "binds" in PEERS[name]:
+            if "binds" in PEERS[name]:
                 peers[name]["bind"] = engine.bind
                 if rates := self.rates.get((name, work["id"])):
                     peers[name]["bindings"] = rates
@@ -259,8 +294,8 @@ def run_group(works: list[dict[str, Any]], names: list[str], args: argparse.Name
     try:
         group.warm_up()
         warmed = time.time() - start - loaded
-        for _ in range(args.rounds):
-            group.round()
+        for number in range(args.rounds):
+            group.round(number)
         say(f"engine {works[0]['engine']}: {loaded:.0f} s to load, {warmed:.0f} s to warm up, "
             f"{time.time() - start - loaded - warmed:.0f} s for {args.rounds} rounds")  # fmt: skip
         runs = [group.run_of(work) for work in works]
@@ -303,16 +338,16 @@ def size_of(model: str) -> dict[str, int]:
 
 
 def estimate(works: list[dict[str, Any]], names: list[str], args: argparse.Namespace) -> str:
-    """How long it will take, from the last run's times where there are any."""
-    try:
+    """How long it will take, from the last run's times where there are any, else from a machine of two cores."""
+    last: dict[tuple[str, str], float] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError):
         runs = json.loads((BUILD / "bench.json").read_text())["runs"]
-    except (OSError, ValueError, KeyError):
-        return "half an hour or so; the next time it is estimated from this one"
-    last = {(r["id"], name): max(row["seconds"]) for r in runs for name, row in r["peers"].items() if "seconds" in row}
+        last = {(r["id"], name): max(row["seconds"]) for r in runs for name, row in r["peers"].items()
+                if "seconds" in row}  # fmt: skip
     tuned = {"off": [], "on": works, "both": [w for w in works if w["id"] in TUNED]}[args.tunables]
     plain = [] if args.tunables == "on" else works
-    turns = sum(max(ENOUGH, last.get((w["id"], n), 3.0)) for w in plain + tuned for n in names)
-    loads = 12 * len(names) * (len({w["engine"] for w in plain}) * 2 + len({w["engine"] for w in tuned}))
+    turns = sum(max(ENOUGH, last.get((w["id"], n), GUESS.get(w["id"], ENOUGH))) for w in plain + tuned for n in names)
+    loads = 8 * len(names) * (len({w["engine"] for w in plain}) + len({w["engine"] for w in tuned}))
     return f"about {(turns * (args.rounds + 1.5) + loads) / 60:.0f} minutes"
 
 

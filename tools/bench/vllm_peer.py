@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from peer import STEP_TOKENS, Clock, serve, settings
+from peer import Clock, serve, settings
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
 
     llm = vllm.LLM(
         model=wanted["model"], dtype=wanted["dtype"], max_model_len=wanted["longest"] + 1, max_num_seqs=wanted["seqs"],
-        max_num_batched_tokens=STEP_TOKENS, block_size=32, enable_prefix_caching=True, enforce_eager=True,
+        max_num_batched_tokens=wanted["step"], block_size=32, enable_prefix_caching=True, enforce_eager=True,
         num_gpu_blocks_override=1 + wanted["pool"] // 32, skip_tokenizer_init=True,
     )  # fmt: skip
     os.dup2(out, 1)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from peer import STEP_TOKENS, Clock, serve, settings
+from peer import Clock, serve, settings
 
 wanted = settings()
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -20,7 +20,7 @@ torch.set_num_threads(wanted["threads"])
 llm = LLM(
     wanted["model"], dtype=wanted["dtype"], attention_backend=wanted["backend"], skip_tokenizer_init=True,
     multiprocess=False, max_model_len=wanted["longest"] + 1, max_num_seqs=wanted["seqs"],
-    max_num_batched_tokens=STEP_TOKENS, num_gpu_blocks_override=1 + wanted["pool"] // 16,
+    max_num_batched_tokens=wanted["step"], num_gpu_blocks_override=1 + wanted["pool"] // 16,
 )  # fmt: skip
 
 

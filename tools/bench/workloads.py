@@ -1,7 +1,8 @@
 """The benchmark's work, written as JSON: build/bench/workloads/NAME.json, from fixed seeds.
 
     {"workload": "b", "name", "model", "dtype", "batch", "requests": [{"prompt_token_ids", "max_tokens", "arrival"}],
-     "pool": tokens of KV cache, "longest": tokens of the longest request, "seqs": requests at once}
+     "pool": tokens of KV cache, "longest": tokens of the longest request, "seqs": requests at once,
+     "step": tokens of a step}
 
 An arrival is in seconds after the start. Workloads with one `engine` are run by one set of loaded engines.
 """
@@ -33,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # models with random weights, by the name
 }  # fmt: skip
 PROMPTS_B = {1: [128], 6: [32, 32, 64, 64, 128, 512], 16: [32] * 9 + [64] * 4 + [128] * 2 + [512]}
 POOLS = {"a": 6400, "b": 2560, "c": 2560}  # tokens of KV cache; d and e run on the engines of a
+STEPS = {"a": 4096, "b": 1536, "c": 512}  # tokens of one step: vLLM runs one of that size when it starts
 TEXTS = {
     "a": "embedded model, float32: measures engines",
     "b": "SmolLM2-135M, bfloat16, prompts of 32 to 512: measures kernels",
@@ -85,7 +87,8 @@ def work(which: str, model: Path, dtype: str, made: list[dict[str, Any]], engine
     """One workload, complete but for what its engine must hold."""
     name = f"{which}{len(made)}" if which in "abc" else which + ("" if more.get("prefix_caching", True) else "-off")
     return {"workload": which, "id": name, "name": TEXTS[which], "model": str(model), "dtype": dtype,
-            "batch": len(made), "requests": made, "engine": engine, "pool": POOLS[engine], **more}  # fmt: skip
+            "batch": len(made), "requests": made, "engine": engine, "pool": POOLS[engine],
+            "step": STEPS[engine], **more}  # fmt: skip
 
 
 def workloads(which: str, folder: Path, small: bool = False) -> list[dict[str, Any]]:
@@ -97,8 +100,9 @@ def workloads(which: str, folder: Path, small: bool = False) -> list[dict[str, A
             made.append(work("a", EMBEDDED, "float32", requests(n, 2048, [32] * n, [64] * n), "a"))
     if "d" in which:
         n = 12 if small else 200
-        lengths, tokens = [rnd.randint(16, 512) for _ in range(n)], [rnd.randint(8, 32) for _ in range(n)]
-        made.append(work("d", EMBEDDED, "float32", arriving(requests(7, 2048, lengths, tokens), 0.005 * n), "a"))
+        lengths = [round(16 * 32 ** rnd.random()) for _ in range(n)]  # 16 to 512, as many from 16 to 32 as from 256 on
+        tokens = [rnd.randint(8, 32) for _ in range(n)]
+        made.append(work("d", EMBEDDED, "float32", arriving(requests(7, 2048, lengths, tokens), 0.0025 * n), "a"))
     if "e" in which:
         n = 4 if small else 64
         same = requests(8, 2048, [32] * n, [16] * n, shared=512)
