@@ -122,7 +122,7 @@ static void product_REAL(float *y, const float *x, const REAL *w, const float *b
   long panels = (n + PANEL - 1) / PANEL, bands = (m + BAND - 1) / BAND;
   SHARE
   for (long item = 0; item < panels * bands; item++) {
-    long left = (m > n ? item % panels : item / bands) * PANEL;  // the smaller of x and w is gone through again and again
+    long left = (m > n ? item % panels : item / bands) * PANEL;  // again and again through the smaller of x and w
     long first = (m > n ? item / panels : item % bands) * BAND, rows = m - first < BAND ? m - first : BAND;
     long width = n - left < PANEL ? n - left : PANEL, widen = sizeof(REAL) < 4 && rows > ROWS;
     float sum[BAND * PANEL], wide[DEPTH * PANEL];
