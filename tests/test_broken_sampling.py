@@ -27,7 +27,7 @@ RULES: dict[str, tuple[str, str, str]] = {  # what is broken: module, the line a
     "raw is raw": ("sampler", 'raw if self.logprobs_mode.startswith("raw") else drawn_from', "drawn_from"),
     # what may be said
     "allowed ids": ("logits_processors", "logits[rows] = logits[rows].masked_fill(forbidden, -torch.inf)", "pass"),
-    "forbidden is forbidden": ("logits_processors", "logits.new_tensor(-torch.inf))", "logits.new_tensor(-1.0))"),
+    "forbidden is forbidden": ("logits_processors", "logits[pairs] = -torch.inf", "logits[pairs] = -1.0"),
     "the bias adds": ("logits_processors", "accumulate=True", "accumulate=False"),
     "penalties come after the bias": ("logits_processors", "    if todo.bias is not None:\n        add_bias(logits, *todo.bias)\n    if todo.penalties is not None:\n        apply_penalties(logits, todo.penalties)\n", "    if todo.penalties is not None:\n        apply_penalties(logits, todo.penalties)\n    if todo.bias is not None:\n        add_bias(logits, *todo.bias)\n"),
     "negative logits are multiplied": ("logits_processors", "torch.where(some > 0, 1.0 / factor, factor)", "1.0 / factor"),

@@ -315,7 +315,7 @@ def test_a_drunken_scheduler_a_step_ahead(model: Path, cuda: FakeCuda, num_block
         params = SamplingParams(temperature=0.9, seed=i, frequency_penalty=0.2 * (i % 2), max_tokens=1 + i)
         wanted[name] = ([t % 160 for t in prompt], params)
     answers = []
-    for ahead in (True, False):
+    for ahead in (0, 1, 2):  # steps whose tokens nobody has asked for when the next is launched; the core has one
         cfg = args(model, **settings).create_engine_config()
         lives = {name: Life(prompt, params) for name, (prompt, params) in wanted.items()}
         drunkard, runner, late = Drunkard(cfg, lives, seed), ModelRunner(cfg), []
@@ -327,13 +327,14 @@ def test_a_drunken_scheduler_a_step_ahead(model: Path, cuda: FakeCuda, num_block
                 made = late.pop(0)
                 drunkard.update(made.get_output() if isinstance(made, AsyncModelRunnerOutput) else made)
             placeholders = sum(t < 0 for state in runner.states.values() for t in state.token_ids)
-            assert placeholders == sum(len(made.rows) for made in late if isinstance(made, AsyncModelRunnerOutput))
+            unknown = [made for made in late if isinstance(made, AsyncModelRunnerOutput) and made.copies]
+            assert placeholders == sum(len(made.rows) for made in unknown)
             if all(life.status == "done" for life in lives.values()):
                 break
         else:
             raise AssertionError("it does not end")
         answers.append({name: life.outputs for name, life in lives.items()})
-    assert answers[0] == answers[1] and cuda.overwritten == 0
+    assert answers[0] == answers[1] == answers[2] and cuda.overwritten == 0
 
 
 # ---- the same batch, and the same draw ----
@@ -374,10 +375,11 @@ def test_the_flat_batch_is_the_same(cuda: FakeCuda, seed: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("rows", [3, 8])
-def test_the_draw_is_the_same(cuda: FakeCuda, rows: int) -> None:
+def test_the_draw_is_the_same(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     "With page 13e's kernel from eight rows on, and with torch's rule below, as on a CPU."
     logits = torch.randn(rows, 97, generator=torch.Generator().manual_seed(rows)) * 3
-    drawn = []
+    drawn, kernel, launches = [], sampler.top_k_top_p_triton, []
+    monkeypatch.setattr(sampler, "top_k_top_p_triton", lambda *args: launches.append(args) or kernel(*args))
     for device in ("cpu", "cuda"):
         columns = SamplingColumns(rows, 97, device)
         for row in range(rows):
@@ -387,7 +389,36 @@ def test_the_draw_is_the_same(cuda: FakeCuda, rows: int) -> None:
         meta = columns.metadata(np.arange(rows), np.zeros((rows, 4), np.int32), np.full(rows, 2))
         made = sampler.Sampler(0, device).forward(logits.to(device, non_blocking=True), meta)
         drawn.append(made.sampled_token_ids.cpu().tolist())
-    assert drawn[0] == drawn[1]
+    assert drawn[0] == drawn[1] and len(launches) == (rows >= 8)
+
+
+def lists_of(core: EngineCore) -> dict[str, list[Any]]:
+    "The log probabilities that a core tells, of two requests."
+    core.add_request(request("both", list(range(3, 50)), logprobs=3, prompt_logprobs=2))
+    core.add_request(request("own", [9, 4, 7], logprobs=0))
+    told: dict[str, list[Any]] = {}
+    while core.has_work():
+        for o in core.step().outputs:
+            told.setdefault(o.request_id, []).extend([o.new_logprobs, o.new_prompt_logprobs])
+    return told
+
+
+@interpreted
+def test_log_probabilities_are_the_same(model: Path, cuda: FakeCuda) -> None:
+    "They come with the tokens. Those of a prompt are waited for in its own step."
+    core = EngineCore(args(model).create_engine_config())
+    twin(core.model_runner)
+    got = lists_of(core)
+    with cuda.closed():
+        want = lists_of(EngineCore(args(model).create_engine_config()))
+    assert sum(x is not None for x in want["both"]) == 8 + 1
+    for name in want:
+        assert [x is None for x in got[name]] == [x is None for x in want[name]]
+        for a, b in zip(got[name], want[name], strict=True):
+            if b is not None:
+                (ids, values, ranks), (right, near, order) = a.arrays(), b.arrays()
+                assert np.array_equal(ids, right) and np.array_equal(ranks, order)
+                assert np.allclose(values, near, atol=1e-5)
 
 
 # ---- what page 05 shows ----

@@ -33,7 +33,7 @@ ONLOOKERS = {"show", "schedule_trace", "pretend_card"}  # so do these
 # Where the engine opens a door to an onlooker, inside a function, for whoever asks to look.
 DOORS_TO_ONLOOKERS = {("llm", "walk"), ("llm", "trace"), ("engine_core_proc", "trace")}
 FAST_TWINS = {"compiled_model", "fused_model"}  # page 09's decoder again, for a backend's kernels
-ENGINE_LINES, MODULE_LINES, FUNCTION_LINES = 5000, 450, 60
+ENGINE_LINES, MODULE_LINES, FUNCTION_LINES = 5400, 450, 60
 
 
 def modules() -> list[Path]:
