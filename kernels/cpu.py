@@ -10,21 +10,18 @@ import logging
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from walkvllm.kernels.compiler import build, compiler, cpu_features, private_directory
+from walkvllm.kernels.compiler import build, compiler, private_directory
+from walkvllm.kernels.decoder_source import ATTENTION_STEP, DECODER, GLUE, LINEAR, LINEAR_LOOP, SHAPES
 
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'VECTORS', 'LINEAR', 'LINEAR_LOOP', 'GLUE', 'WRITE', 'READ', 'READ_TILE', 'CHECKS', 'READ_LOOP',
-           'SHAPES', 'ATTENTION_STEP', 'DECODER', 'TYPED', 'SOURCE', 'SUFFIX', 'SIGNATURES', 'LETTERS',
-           'for_both_types', 'load', 'library', 'at', 'functions', 'add_rms_norm', 'silu_and_mul', 'packed',
-           'PackedLinear', 'OneDnnLinear', 'make_linear', 'halves', 'rope_and_write', 'in_rows', 'read_paged', 'Matrix',
-           'Layer', 'Step', 'run_decoder']
+__all__ = ['logger', 'VECTORS', 'WRITE', 'READ', 'READ_TILE', 'CHECKS', 'READ_LOOP', 'TYPED', 'SOURCE', 'SUFFIX',
+           'SIGNATURES', 'LETTERS', 'for_both_types', 'load', 'library', 'at', 'functions', 'halves', 'rope_and_write',
+           'in_rows', 'read_paged']
 
 # %% ../nbs/kernels/11c_cpu.ipynb #7a821c6c
 VECTORS = r"""
@@ -88,96 +85,6 @@ INLINE float softmax_step(float *p, long n, float *top, float *sum) {  // p[n], 
   float fade = *top == -INFINITY ? 0 : fast_exp(*top - highest);  // of what was added under a lower maximum
   *top = highest, *sum = *sum * fade + weight;
   return fade;
-}
-"""
-
-# %% ../nbs/kernels/11c_cpu.ipynb #364a4ee4
-LINEAR = r"""
-INLINE void tile_REAL(const float *x, long k, const REAL *w, float *y, int rows, int depth, int fetch) {
-  vec sum[ROWS][VECTORS], b[VECTORS];
-  for (int i = 0; i < rows; i++) for (int j = 0; j < VECTORS; j++) sum[i][j] = load_f32(y + i * PANEL + j * LANES);
-  for (int p = 0; p < depth; p++, w += PANEL) {
-    if (fetch) for (int j = 0; j < PANEL; j += 64 / sizeof(REAL)) __builtin_prefetch(w + AHEAD * PANEL + j, 0, 2);
-    for (int j = 0; j < VECTORS; j++) b[j] = load_REAL(w + j * LANES);
-    for (int i = 0; i < rows; i++) for (int j = 0; j < VECTORS; j++) sum[i][j] += x[i * k + p] * b[j];
-  }
-  for (int i = 0; i < rows; i++) for (int j = 0; j < VECTORS; j++) *(vec *)(y + i * PANEL + j * LANES) = sum[i][j];
-}
-static void rows_REAL(const float *x, long k, const REAL *w, float *y, int rows, int depth, int fetch) {
-  switch (rows) {  // a constant each time, so that the sums stay in registers
-    case 1: tile_REAL(x, k, w, y, 1, depth, fetch); break;
-    case 2: tile_REAL(x, k, w, y, 2, depth, fetch); break;
-    case 3: tile_REAL(x, k, w, y, 3, depth, fetch); break;
-    case 4: tile_REAL(x, k, w, y, 4, depth, fetch); break;
-    case 5: tile_REAL(x, k, w, y, ROWS > 5 ? 5 : ROWS, depth, fetch); break;
-    default: tile_REAL(x, k, w, y, ROWS, depth, fetch);
-  }
-}
-"""
-
-# %% ../nbs/kernels/11c_cpu.ipynb #2c093afa
-LINEAR_LOOP = r"""
-// y[m, n] = x[m, k] w[n, k]^T + bias[n], w packed; bias may be NULL, else it has room for whole panels
-static void product_REAL(float *y, const float *x, const REAL *w, const float *bias, long m, long n, long k) {
-  long panels = (n + PANEL - 1) / PANEL, bands = (m + BAND - 1) / BAND;
-  SHARE
-  for (long item = 0; item < panels * bands; item++) {
-    long left = (m > n ? item % panels : item / bands) * PANEL;  // again and again through the smaller of x and w
-    long first = (m > n ? item / panels : item % bands) * BAND, rows = m - first < BAND ? m - first : BAND;
-    long width = n - left < PANEL ? n - left : PANEL, widen = sizeof(REAL) < 4 && rows > ROWS;
-    float sum[BAND * PANEL], wide[DEPTH * PANEL];
-    memset(sum, 0, sizeof(float) * rows * PANEL);
-    if (bias) for (long i = 0; i < rows; i++) memcpy(sum + i * PANEL, bias + left, sizeof(float) * PANEL);
-    for (long p = 0; p < k; p += DEPTH) {
-      long depth = k - p < DEPTH ? k - p : DEPTH;
-      const REAL *slice = w + left * k + p * PANEL;
-      if (widen) for (long i = 0; i < depth * PANEL; i += LANES) {
-        __builtin_prefetch(slice + i + AHEAD * PANEL);
-        *(vec *)(wide + i) = load_REAL(slice + i);
-      }
-      for (long i = 0; i < rows; i += ROWS) {
-        int some = rows - i < ROWS ? rows - i : ROWS;
-        const float *from = x + (first + i) * k + p;
-        if (widen) rows_f32(from, k, wide, sum + i * PANEL, some, depth, 0);
-        else rows_REAL(from, k, slice, sum + i * PANEL, some, depth, i == 0);
-      }
-    }
-    for (long i = 0; i < rows; i++) memcpy(y + (first + i) * n + left, sum + i * PANEL, sizeof(float) * width);
-  }
-}
-void linear_REAL(float *y, const float *x, const REAL *w, const float *bias, long m, long n, long k, long threads) {
-  TEAM(m * n * k) product_REAL(y, x, w, bias, m, n, k);
-}
-"""
-
-# %% ../nbs/kernels/11c_cpu.ipynb #9f35feab
-GLUE = r"""
-// x += delta (unless NULL); y = x over its root mean square, times weight. All [tokens, size]
-static void norm(float *restrict y, float *restrict x, const float *restrict delta, const float *restrict weight,
-                 long tokens, long size, float eps) {
-  SHARE
-  for (long t = 0; t < tokens; t++) {
-    float *row = x + t * size, sum = 0;
-    if (delta) for (long i = 0; i < size; i++) row[i] += delta[t * size + i];
-    for (long i = 0; i < size; i++) sum += row[i] * row[i];
-    float factor = 1 / sqrtf(sum / size + eps);
-    for (long i = 0; i < size; i++) y[t * size + i] = row[i] * factor * weight[i];
-  }
-}
-// y[tokens, size] = silu(gate) * up, x = [gate | up]
-static void activation(float *restrict y, const float *restrict x, long tokens, long size) {
-  SHARE
-  for (long t = 0; t < tokens; t++) {
-    const float *gate = x + 2 * t * size, *up = gate + size;
-    for (long i = 0; i < size; i++) y[t * size + i] = gate[i] / (1 + fast_exp(-gate[i] > 80 ? 80 : -gate[i])) * up[i];
-  }
-}
-void add_rms_norm(float *y, float *x, const float *delta, const float *weight, long tokens, long size, float eps,
-                  long threads) {
-  TEAM(tokens * size * 4) norm(y, x, delta, weight, tokens, size, eps);
-}
-void silu_and_mul(float *y, const float *x, long tokens, long size, long threads) {
-  TEAM(tokens * size * 8) activation(y, x, tokens, size);
 }
 """
 
@@ -388,64 +295,6 @@ int attention_REAL(float *out, const float *q, long q_stride, const REAL *k_cach
 }
 """
 
-# %% ../nbs/kernels/11c_cpu.ipynb #a99b4f13
-SHAPES = r"""
-typedef struct { const void *weight; const float *bias; long n, k, half; } Matrix;  // half: in bfloat16
-typedef struct {
-  Matrix qkv, o, gate_up, down;
-  const float *first_norm, *second_norm, *qk_norm;
-  void *k_cache, *v_cache;
-} Layer;
-typedef struct {  // what is the same for all layers of a step
-  float *x, *out, *normed, *qkv, *heads_out, *delta, *gate_up, *act;
-  const float *norm, *angles;
-  const int64_t *slots;
-  const int32_t *table, *seq_lens, *starts;
-  long layers, tokens, requests, table_stride, heads, kv_heads, dim, hidden, block_size, blocks, half, threads;
-  float eps, scale;
-} Step;
-"""
-
-# %% ../nbs/kernels/11c_cpu.ipynb #973ad7e1
-ATTENTION_STEP = r"""
-INLINE void attend_and_write_REAL(const Layer *l, const Step *s) {
-  long row = (s->heads + 2 * s->kv_heads) * s->dim;
-  turn_REAL(s->qkv, l->k_cache, l->v_cache, s->slots, s->angles, l->qk_norm, s->tokens, s->heads, s->kv_heads, s->dim,
-            s->eps);
-  read_REAL(s->heads_out, s->qkv, row, l->k_cache, l->v_cache, s->table, s->table_stride, s->seq_lens, s->starts,
-            s->requests, s->heads, s->kv_heads, s->dim, s->block_size, s->scale, s->threads);
-}
-"""
-
-# %% ../nbs/kernels/11c_cpu.ipynb #14beb01a
-DECODER = r"""
-static void product(const Matrix *w, float *y, const float *x, long m) {
-  if (w->half) product_bf16(y, x, w->weight, w->bias, m, w->n, w->k);
-  else product_f32(y, x, w->weight, w->bias, m, w->n, w->k);
-}
-// x [tokens, hidden] goes in, out [tokens, hidden] is the normed last state; returns 1: bad slot, 2: bad block
-int decoder(const Layer *layers, const Step *s) {
-  const Layer *end = layers + s->layers;
-  for (long t = 0; t < s->tokens; t++) if (s->slots[t] >= s->blocks * s->block_size) return 1;
-  if (outside(s->table, s->table_stride, s->seq_lens, s->requests, s->block_size, s->blocks)) return 2;
-  _Pragma("omp parallel num_threads(s->threads)")
-  {
-    for (const Layer *l = layers; l < end; l++) {
-      norm(s->normed, s->x, l == layers ? NULL : s->delta, l->first_norm, s->tokens, s->hidden, s->eps);
-      product(&l->qkv, s->qkv, s->normed, s->tokens);
-      if (s->half) attend_and_write_bf16(l, s); else attend_and_write_f32(l, s);
-      product(&l->o, s->delta, s->heads_out, s->tokens);
-      norm(s->normed, s->x, s->delta, l->second_norm, s->tokens, s->hidden, s->eps);
-      product(&l->gate_up, s->gate_up, s->normed, s->tokens);
-      activation(s->act, s->gate_up, s->tokens, l->down.k);
-      product(&l->down, s->delta, s->act, s->tokens);
-    }
-    norm(s->out, s->x, s->delta, s->norm, s->tokens, s->hidden, s->eps);
-  }
-  return 0;
-}
-"""
-
 # %% ../nbs/kernels/11c_cpu.ipynb #eed25592
 def for_both_types(source: str) -> str:
     """The C text once for float32 and once for bfloat16."""
@@ -501,73 +350,6 @@ def functions() -> ctypes.CDLL:
         raise RuntimeError("there are no compiled CPU kernels here; the log says why")
     return found
 
-
-def add_rms_norm(out: Tensor, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> None:
-    """x [T, N] += delta, if there is one; out becomes x, normed, times weight [N]. All float32."""
-    functions().add_rms_norm(at(out), at(x), None if delta is None else at(delta), at(weight), *x.shape, eps,
-                             torch.get_num_threads())
-
-
-def silu_and_mul(out: Tensor, x: Tensor) -> None:
-    """out [T, N] becomes silu(gate) * up for x = [gate | up], [T, 2 N]. float32."""
-    functions().silu_and_mul(at(out), at(x), *out.shape, torch.get_num_threads())
-
-# %% ../nbs/kernels/11c_cpu.ipynb #a751ab82
-def packed(weight: Tensor) -> Tensor:
-    """[N, K] as [panels, K, panel width]; in bfloat16 if that loses nothing."""
-    short, width = weight.bfloat16(), functions().panel_width()
-    if torch.equal(short.to(weight.dtype), weight):
-        weight = short
-    n, k = weight.shape
-    shape = -(-n // width), k, width
-    memory = np.zeros(shape[0] * k * width * weight.itemsize + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    out = torch.from_numpy(memory[start : start + len(memory) - 64]).view(weight.dtype).view(shape)
-    for i, rows in enumerate(weight.split(width)):
-        out[i, :, : len(rows)] = rows.T
-    return out
-
-
-class PackedLinear:
-    """x [T, K] -> x weight^T + bias, [T, N], in float32, for a weight [N, K] that is packed once."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.weight = packed(weight)
-        self.bias = None
-        if bias is not None:
-            self.bias = F.pad(bias.float(), (0, self.weight.shape[0] * self.weight.shape[2] - len(bias)))
-        self.addresses = self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr()
-        self.function = getattr(functions(), f"linear_{SUFFIX[self.weight.dtype]}")
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Writes into `out` if there is one."""
-        tokens = x.numel() // self.in_features
-        out = x.new_empty(tokens, self.out_features) if out is None else out
-        self.function(at(out), at(x), *self.addresses, tokens, self.out_features, self.in_features,
-                      torch.get_num_threads())  # fmt: skip
-        return out
-
-# %% ../nbs/kernels/11c_cpu.ipynb #57875800
-class OneDnnLinear:
-    """As PackedLinear, for weights in bfloat16, through the processor's matrix units."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.in_features, self.bias = weight.shape[1], bias
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Writes into `out` if there is one."""
-        rows = x.reshape(-1, self.in_features).bfloat16()
-        made = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
-        return made.float() if out is None else out.copy_(made)
-
-
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | OneDnnLinear:
-    """The faster of the two for this weight on this processor."""
-    units = {"amx_bf16", "avx512_bf16"} & cpu_features() and torch.backends.mkldnn.is_available()
-    return (OneDnnLinear if units and weight.dtype == torch.bfloat16 else PackedLinear)(weight, bias)
-
 # %% ../nbs/kernels/11c_cpu.ipynb #c1a850ea
 def halves(kv_cache: Tensor) -> tuple[int, int]:
     """The addresses of K and of V in a layer's pool."""
@@ -610,42 +392,3 @@ def read_paged(out: Tensor, query: Tensor, kv_cache: Tensor, block_table: Tensor
         block_size, blocks, scale, torch.get_num_threads())  # fmt: skip
     if bad:
         raise IndexError(f"a block id is outside of the pool of {blocks} blocks")
-
-# %% ../nbs/kernels/11c_cpu.ipynb #024e650e
-class Matrix(ctypes.Structure):
-    """A packed matrix, as C sees it."""
-
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("n", ctypes.c_long), ("k", ctypes.c_long),
-                ("half", ctypes.c_long)]  # fmt: skip
-
-    @classmethod
-    def of(cls, linear: PackedLinear) -> Matrix:
-        """Points at the weights of `linear`, which must live as long."""
-        half = linear.weight.dtype == torch.bfloat16
-        return cls(*linear.addresses, linear.out_features, linear.in_features, half)
-
-
-class Layer(ctypes.Structure):
-    """Where a layer's numbers lie."""
-
-    _fields_ = [*((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
-                *((name, ctypes.c_void_p) for name in ("first", "second", "qk", "k_cache", "v_cache"))]  # fmt: skip
-
-
-class Step(ctypes.Structure):
-    """What is the same for all layers of a step: addresses, sizes, and two numbers."""
-
-    POINTERS = ("x", "out", "normed", "qkv", "read", "delta", "gate_up", "act", "norm", "angles", "slots", "table",
-                "seq_lens", "starts")  # fmt: skip
-    SIZES = ("layers", "tokens", "requests", "table_stride", "heads", "kv_heads", "dim", "hidden", "block_size",
-             "blocks", "half", "threads")  # fmt: skip
-    _fields_ = [*((name, ctypes.c_void_p) for name in POINTERS), *((name, ctypes.c_long) for name in SIZES),
-                ("eps", ctypes.c_float), ("scale", ctypes.c_float)]  # fmt: skip
-
-
-def run_decoder(layers: ctypes.Array[Layer], step: Step) -> None:
-    """All layers, in one call. IndexError for a slot or a block outside of the pool; nothing is written then."""
-    step.layers, step.threads = len(layers), torch.get_num_threads()
-    if bad := functions().decoder(layers, ctypes.byref(step)):
-        what = ("a slot", "a block id")[bad - 1]
-        raise IndexError(f"{what} is outside of the pool of {step.blocks} blocks of {step.block_size} slots")

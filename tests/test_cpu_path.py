@@ -23,7 +23,7 @@ from test_kernels import CHOSEN, Shape, build, random_shape, write_and_read
 from walkvllm import LLM, SamplingParams
 from walkvllm.attention import CpuBackend, get_backend
 from walkvllm.compiled_model import CompiledLM
-from walkvllm.kernels import compiler, cpu
+from walkvllm.kernels import compiler, cpu, decoder
 from walkvllm.models import CausalLM, apply_rope, read_spec
 
 torch.set_num_threads(1)
@@ -57,7 +57,7 @@ def linear_case(seed: int) -> None:
     x, weight, bias = rand(gen, m, k), rand(gen, n, k).to(dtype), rand(gen, n)
     expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
     guarded = torch.full((m + 2, n), 7.0)
-    cpu.PackedLinear(weight, bias if with_bias else None)(x, guarded[1:-1])
+    decoder.PackedLinear(weight, bias if with_bias else None)(x, guarded[1:-1])
     assert error(guarded[1:-1], expected) < 1e-5 * k**0.5 * 10
     assert (guarded[0] == 7).all() and (guarded[-1] == 7).all()
 
@@ -68,12 +68,12 @@ def glue_case(seed: int) -> None:
     x, delta, weight = rand(gen, tokens, size), rand(gen, tokens, size), rand(gen, size)
     total = x.double() + delta.double()
     out = torch.empty_like(x)
-    cpu.add_rms_norm(out, x, delta, weight, eps)
+    decoder.add_rms_norm(out, x, delta, weight, eps)
     assert error(x, total) < 1e-6 and error(out, F.rms_norm(total, (size,), weight.double(), eps)) < 1e-5
-    cpu.add_rms_norm(out, x, None, weight, eps)
+    decoder.add_rms_norm(out, x, None, weight, eps)
     assert error(x, total) < 1e-6 and error(out, F.rms_norm(total, (size,), weight.double(), eps)) < 1e-5
     both = rand(gen, tokens, 2 * size) * rnd.choice([1, 50])
-    cpu.silu_and_mul(out, both)
+    decoder.silu_and_mul(out, both)
     gate, up = both.double().chunk(2, -1)
     assert error(out, F.silu(gate) * up) < 1e-6 * both.abs().max() ** 2
 
@@ -223,7 +223,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 def test_nan_and_infinity_pass_through() -> None:
     weight = torch.tensor([[torch.nan], [1.0], [torch.inf]])
     for dtype in cpu.SUFFIX:
-        out = cpu.PackedLinear(weight.to(dtype))(torch.ones(1, 1))
+        out = decoder.PackedLinear(weight.to(dtype))(torch.ones(1, 1))
         assert out.isnan().tolist() == [[True, False, False]] and out[0, 2] == torch.inf
 
 
@@ -231,11 +231,11 @@ def test_nan_and_infinity_pass_through() -> None:
 def test_the_units_for_bfloat16_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.ones(4, 4)
     for features, dtype, kind in [
-        ({"amx_bf16"}, torch.bfloat16, cpu.OneDnnLinear), ({"avx512_bf16"}, torch.bfloat16, cpu.OneDnnLinear),
-        ({"amx_bf16"}, torch.float32, cpu.PackedLinear), ({"avx2"}, torch.bfloat16, cpu.PackedLinear),
+        ({"amx_bf16"}, torch.bfloat16, decoder.OneDnnLinear), ({"avx512_bf16"}, torch.bfloat16, decoder.OneDnnLinear),
+        ({"amx_bf16"}, torch.float32, decoder.PackedLinear), ({"avx2"}, torch.bfloat16, decoder.PackedLinear),
     ]:  # fmt: skip
-        monkeypatch.setattr(cpu, "cpu_features", lambda features=features: frozenset(features))
-        assert type(cpu.make_linear(weight.to(dtype))) is kind
+        monkeypatch.setattr(decoder, "cpu_features", lambda features=features: frozenset(features))
+        assert type(decoder.make_linear(weight.to(dtype))) is kind
 
 
 @needs_compiler
@@ -243,7 +243,7 @@ def test_the_engine_with_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     "On this machine they may be slow or not there at all; the way through oneDNN is the same."
     prompts = [[5, 6, 7, 8], [9] * 20]
     expected = answers(prompts, "bfloat16", 8, attention_backend="torch")
-    monkeypatch.setattr("walkvllm.compiled_model.make_linear", cpu.OneDnnLinear)
+    monkeypatch.setattr("walkvllm.compiled_model.make_linear", decoder.OneDnnLinear)
     assert answers(prompts, "bfloat16", 8)[0][:2] == expected[0][:2]
 
 

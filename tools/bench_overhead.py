@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tools" / "bench")]
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))  # read once, when torch is loaded; torch may use fewer
 
 import torch
-import walkvllm.kernels.cpu as cpu
+import walkvllm.kernels.decoder as decoder
 from bench_boundary import machine
 from workloads import EMBEDDED, SHAPES, SMOL, write_model
 
@@ -101,8 +101,8 @@ def watch_model(clock: Clock, engine: LLMEngine) -> None:
     """A hand for each kernel of the compiled decoder, in so far as Python calls them one by one."""
     for owner, name, part in (
         (compiled, "add_rms_norm", "norms"), (compiled, "silu_and_mul", "activation"),
-        (compiled, "rope_and_write", "rope and write"), (cpu.PackedLinear, "__call__", "products"),
-        (cpu.OneDnnLinear, "__call__", "products"),
+        (compiled, "rope_and_write", "rope and write"), (decoder.PackedLinear, "__call__", "products"),
+        (decoder.OneDnnLinear, "__call__", "products"),
         (engine.engine_core.engine_core.model_runner.backend, "read", "attention"),
     ):  # fmt: skip
         if hasattr(owner, name):  # else its time is its caller's

@@ -181,7 +181,9 @@ def exported(chosen: list[str], index: bool = False) -> dict[str, str]:
                 return m
 
             kernel = re.match(r"kernels/\d+[a-z]?_(.+)", stem)
-            where = {"lib_path": KERNELS, "name": kernel[1]} if kernel else {"lib_path": LIB}
+            where = {"lib_path": KERNELS} if kernel else {"lib_path": LIB}
+            if kernel and not any("default_exp" in cells.directives(c["source"]) for c in nb["cells"]):
+                where["name"] = kernel[1]  # for all that the page exports
             nb_export(Path("nbs", f"{stem}.ipynb"), mod_maker=maker, **where)
         texts = {name: _rewrap(Path(name).read_text(encoding="utf-8")) for name in made}
         if index:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from walkvllm.kernels.cpu import (
-    SUFFIX, Layer, Matrix, PackedLinear, Step, add_rms_norm, at, halves, make_linear, rope_and_write, run_decoder,
-    silu_and_mul,
+from .kernels.cpu import SUFFIX, at, halves, rope_and_write
+from walkvllm.kernels.decoder import (
+    Decoding, Layer, Matrix, PackedLinear, add_rms_norm, make_linear, run_decoder, silu_and_mul,
 )  # fmt: skip
 from .models import CausalLM, layer_weights, rope_table
 from .spec import ModelSpec
@@ -67,8 +67,8 @@ class CompiledLM(CausalLM):
         longest = max(spec.max_position_embeddings, spec.derived_max_model_len)
         self.rope_table = rope_table(spec.rope, spec.head_dim, longest)
         self.workspace = Workspace(spec)
-        self.step = Step(heads=spec.num_heads, kv_heads=spec.num_kv_heads, dim=spec.head_dim, hidden=spec.hidden_size,
-                         norm=at(self.norm), eps=spec.rms_norm_eps, scale=self.scale)  # fmt: skip
+        self.step = Decoding(heads=spec.num_heads, kv_heads=spec.num_kv_heads, dim=spec.head_dim,
+                             hidden=spec.hidden_size, norm=at(self.norm), eps=spec.rms_norm_eps, scale=self.scale)
         self.in_one_call = all(isinstance(linear, PackedLinear) for layer in self.packed for linear in layer)
         self.table: tuple[list[int], ctypes.Array[Layer]] | None = None  # for caches at these addresses
 

@@ -58,7 +58,7 @@ STOPS = {
     "14": ("update", "14_update"),
     "15": ("output", "15_output"),
 }
-KERNEL_PAGES = ("10", "10a", "11", "11a", "11c", "11d", "13e")  # their notebooks lie one folder deeper
+KERNEL_PAGES = ("10", "10a", "11", "11a", "11c", "11d", "11e", "13e")  # their notebooks lie one folder deeper
 
 # %% ../nbs/00_show.ipynb #f3776863
 PALETTE = ("#3b75af", "#b9640f", "#3c8543", "#8d5fa8", "#c0504d", "#2b8585", "#8a6a50", "#75756b")
