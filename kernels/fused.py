@@ -21,9 +21,9 @@ def add_rms_norm_naive(residual: Tensor, x: Tensor | None, weight: Tensor, eps: 
     """Adds `x` to `residual` [T, H] in place, and returns the sum over its root mean square, times `weight`: [T, H]."""
     if x is not None:
         residual += x
-    x32 = residual.float()
-    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return x32.to(residual.dtype) * weight
+    wide = residual.to(torch.promote_types(residual.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(residual.dtype) * weight
 
 # %% ../nbs/kernels/10a_fused.ipynb #9ef76e19
 @triton.jit

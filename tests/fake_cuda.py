@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ ASYNCHRONOUS = {
     "__lshift__", "__xor__", "add", "amax", "arange", "argmax", "bitwise_not", "cat", "clamp_", "clone", "cumsum",
     "div", "embedding", "empty", "empty_like", "eq", "expand", "exponential_", "fill_", "flatten", "flip", "gather",
     "ge", "gt", "index", "index_put_", "le", "linear", "log_softmax", "lt", "masked_fill", "masked_fill_", "mul",
-    "mul_", "narrow", "new_empty", "ones", "ones_like", "reciprocal", "rsub", "scalar_tensor", "scatter_",
+    "mul_", "narrow", "new_empty", "new_full", "ones", "ones_like", "reciprocal", "rsub", "scalar_tensor", "scatter_",
     "scatter_add_", "select", "slice", "softmax", "sub", "sub_", "sum", "topk", "unbind", "unsqueeze", "view",
     "where", "zeros", "zeros_like",
 }  # fmt: skip
@@ -50,6 +51,18 @@ class DeviceTensor(Tensor):
     device = property(lambda self: CUDA)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """A number that is assigned becomes a tensor on the CPU first. PyTorch fills a slice with it; else it copies.
+
+        Elements that are chosen by tensors or lists are one such case, a single element (no dimension left) another.
+        """
+        parts = index if isinstance(index, tuple) else (index,)
+        chosen = any(isinstance(part, (Tensor, list, np.ndarray)) for part in parts)
+        if isinstance(value, (bool, int, float)) and (chosen or not self[index].dim()):
+            assert FakeCuda.now is not None
+            FakeCuda.now.wait("a number is copied to the device")
+        super().__setitem__(index, value)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

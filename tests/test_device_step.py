@@ -199,6 +199,18 @@ def a_copy_that_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 @breaks
+def a_number_at_chosen_places(patch: pytest.MonkeyPatch) -> None:
+    sample = sampler.Sampler.sample
+
+    def writes(self: sampler.Sampler, logits: torch.Tensor, meta: Any) -> Any:
+        chosen = logits.clone()
+        chosen[chosen.argmax(-1)[:1] * 0, chosen.argmax(-1)[:1]] = -torch.inf
+        return sample(self, logits, meta)
+
+    patch.setattr(sampler.Sampler, "sample", writes)
+
+
+@breaks
 def memory_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
     make = input_batch.DeviceInputs.__init__
 

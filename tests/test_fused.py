@@ -185,7 +185,7 @@ RULES: list[tuple[Callable[..., Tensor], str]] = [
 
 @pytest.mark.parametrize("first", quick_and_long)
 def test_top_k_top_p(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many equal and nearly equal logits, -inf, -0.0, k of 1 and of all, p near 0 and 1; rows that fill no tile."""
+    """Many equal and nearly equal logits, -inf, -0.0, far below 0; k of 1 and all, p near 0 and 1; unfilled tiles."""
     for seed in seeds(first):
         rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
         rows, vocab = rnd.randint(1, 3), rnd.choice([1, 2, 64, *[rnd.randint(3, 200)] * 5])
@@ -194,6 +194,7 @@ def test_top_k_top_p(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
             logits = (logits * 2).round() / 2 * torch.where(torch.rand(rows, vocab, generator=gen) < 0.5, 1.0, -1.0)
         if rnd.random() < 0.3:
             logits[:, 1:][torch.rand(rows, vocab - 1, generator=gen) < 0.7] = float("-inf")
+        logits -= 300.0 * (seed % 3 == 0)  # all of them far below 0: what lies beside a row must not weigh more
         k = rnd.choice([None, torch.tensor([rnd.choice([1, vocab, rnd.randint(1, vocab)]) for _ in range(rows)])])
         p = torch.tensor([rnd.choice([1e-9, 1e-6, rnd.random(), 0.9, 0.999]) for _ in range(rows)])
         p = p if k is None or rnd.random() < 0.7 else None

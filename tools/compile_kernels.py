@@ -161,7 +161,7 @@ def other() -> Iterator[Launch]:
 
 @cache
 def launches() -> list[Launch]:
-    """Everything that the engine may launch on a GPU."""
+    """What the report covers: each kernel, every head size and type at one group, other groups at one head size."""
     found = [launch for dtype in DTYPES for head_dim in HEAD_SIZES for step in STEPS
              for launch in attention(dtype, head_dim, step)]
     for step in STEPS:

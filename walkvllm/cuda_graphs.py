@@ -20,6 +20,7 @@ from torch import Tensor
 from .attention import AttentionBackend, CommonAttentionMetadata
 from .config import VllmConfig, block_bytes, useful_blocks, with_num_blocks
 from .input_batch import CachedRequestState, InputBatch, flatten
+from .logprobs import ROWS_AT_ONCE, PromptLogprobs
 from .models import CausalLM
 from .sampler import Sampler
 from .sampling_params import SamplingParams
@@ -169,6 +170,8 @@ def largest_step(config: VllmConfig, model: CausalLM, backend: AttentionBackend,
     logits = model.compute_logits(hidden[flat.logits_indices])
     meta = batch.sampling.metadata(np.arange(rows), batch.token_ids, batch.num_tokens)
     Sampler(0, device).forward(logits, meta)
+    piece = hidden[:ROWS_AT_ONCE]  # somebody may ask about a prompt, while the logits of the step are kept
+    PromptLogprobs([0] * (len(piece) + 1), 1).add(0, model.compute_logits(piece))
 
 # %% ../nbs/12b_graphs.ipynb #7888662a
 def graph_bytes(

@@ -25,7 +25,7 @@ def forbid_all_but(logits: torch.Tensor, rows: torch.Tensor, forbidden: torch.Te
 
 def forbid(logits: torch.Tensor, pairs: Pairs) -> None:
     "Writes -inf into `logits` [R, V] at each (row, token id)."
-    logits[pairs] = -torch.inf
+    logits.index_put_(pairs, logits.new_full((), -torch.inf))  # a plain number would be copied to a GPU, with a wait
 
 
 def add_bias(logits: torch.Tensor, pairs: Pairs, values: torch.Tensor) -> None:
