@@ -161,11 +161,12 @@ def rope_and_write_triton(qkv: Tensor, positions: Tensor, rope_table: Tensor, kv
     qkv, (kv_heads, head_dim) = qkv.contiguous(), kv_cache.shape[3:]
     q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     query = qkv.new_empty(qkv.shape[0], q_heads, head_dim)
+    tile = triton.next_power_of_2(q_heads + kv_heads), triton.next_power_of_2(head_dim // 2)
     rope_and_write_kernel[(qkv.shape[0],)](
         query, kv_cache[0], kv_cache[1], qkv, positions, slot_mapping, rope_table,
         qkv if norm_weight is None else norm_weight, eps, NORM=norm_weight is not None,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HEAD_TILE=triton.next_power_of_2(q_heads + kv_heads),
-        HALF_TILE=triton.next_power_of_2(head_dim // 2), V_TILE=triton.next_power_of_2(kv_heads * head_dim),
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HEAD_TILE=tile[0], HALF_TILE=tile[1],
+        V_TILE=triton.next_power_of_2(kv_heads * head_dim), num_warps=4 if tile[0] * tile[1] <= 4096 else 16,
     )  # fmt: skip
     return query
 

@@ -15,7 +15,7 @@ from walkvllm.kernels import tl, triton
 from walkvllm.kernels.paged_write import token_rows
 
 # %% auto #0
-__all__ = ['TILES', 'PROCESSORS', 'find_request', 'find_slots', 'load_keys', 'softmax_round', 'cap_scores',
+__all__ = ['LARGE', 'TILES', 'PROCESSORS', 'find_request', 'find_slots', 'load_keys', 'softmax_round', 'cap_scores',
            'paged_attention_kernel', 'reduce_splits_kernel', 'ReadConfig', 'architecture', 'pick_config', 'read_triton']
 
 # %% ../nbs/kernels/11a_paged_attention.ipynb #648f4b67
@@ -183,15 +183,17 @@ class ReadConfig:
     num_stages: int = 2  # rounds whose loads are under way at a time
 
 
-TILES = {  # (16 bits a number, a prompt, a head size above 128): rows, keys a round, warps, stages, and stages if split
-    (True, True, False): (64, 64, 8, 2, 2),
-    (True, True, True): (64, 32, 8, 2, 2),
-    (True, False, False): (16, 64, 4, 3, 3),
-    (True, False, True): (16, 32, 4, 3, 3),
-    (False, True, False): (16, 32, 8, 3, 2),  # the matrix units do not take 32 bits: its tiles fill the registers soon
-    (False, True, True): (16, 32, 8, 1, 1),
-    (False, False, False): (16, 32, 8, 3, 2),
-    (False, False, True): (16, 32, 8, 1, 1),
+LARGE = 1 << 30
+TILES = {  # (16 bits a number, a prompt, head sizes up to): rows, keys a round, warps, stages, and stages if split
+    (True, True, 128): (64, 64, 8, 2, 2),
+    (True, True, LARGE): (64, 32, 8, 1, 1),
+    (True, False, 64): (16, 64, 4, 2, 3),
+    (True, False, 128): (16, 64, 4, 3, 3),
+    (True, False, LARGE): (16, 32, 4, 3, 3),
+    (False, True, 128): (16, 32, 8, 3, 2),  # the matrix units do not take 32 bits: its tiles fill the registers soon
+    (False, True, LARGE): (16, 16, 8, 2, 2),
+    (False, False, 128): (16, 32, 8, 3, 1),
+    (False, False, LARGE): (16, 16, 8, 2, 3),
 }
 
 
@@ -214,7 +216,9 @@ def pick_config(num_reqs: int, max_query_len: int, max_seq_len: int, kv_heads: i
     if arch == "cpu":  # the interpreter pays for each operation, whatever its size
         return ReadConfig(block_m=64, tile_n=64)
     prompt = max_query_len > 1
-    block_m, tile_n, num_warps, *num_stages = TILES[dtype.itemsize == 2, prompt, head_dim > 128]
+    kind = dtype.itemsize == 2, prompt
+    block_m, tile_n, num_warps, *num_stages = next(
+        cut for (half, long, most), cut in TILES.items() if (half, long) == kind and head_dim <= most)
     to_fill = 2 * PROCESSORS.get(arch, 132) // (num_reqs * kv_heads)  # two programs for each processor
     worth_it = max_seq_len // (4 * tile_n)  # with fewer rounds than four, merging costs more than it gains
     splits = 1 if prompt else 1 << max(0, min(to_fill, worth_it, 32).bit_length() - 1)
@@ -249,7 +253,7 @@ def read_triton(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: 
         KV_HEADS=kv_heads, GROUP=group, BLOCK_SIZE=kv_cache.shape[2], BLOCK_Q=block_q, BLOCK_M=block_m,
         TILE_N=cfg.tile_n, SPLIT=splits > 1, WINDOW=window, SOFT_CAP=soft_cap,
         WIDEN=arch == "cpu" and query.dtype == torch.bfloat16,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **dims,
+        num_warps=cfg.num_warps if block_m == cfg.block_m else 8, num_stages=cfg.num_stages, **dims,
     )  # fmt: skip
     if splits > 1:
         reduce_splits_kernel[(tokens * heads,)](out, acc, peak, total, NUM_SPLITS=splits, **dims)

@@ -23,7 +23,7 @@ import compile_kernels as ck
 launch = next(la for la in ck.launches() if la.quick and la.matrix)
 tall = ck.replace(launch, constants=launch.constants | {"BLOCK_M": 128, "BLOCK_Q": 64, "TILE_N": 128},
                   options={"num_warps": 4, "num_stages": 2})
-ck.paged_attention.TILES[True, True, False] = (16, 64, 4, 2, 2)
+ck.paged_attention.TILES[True, True, 128] = (16, 64, 4, 2, 2)
 flat = next(ck.attention("bfloat16", 128, "prompts"))
 for bad in (tall, flat, launch):
     print(ck.complaints(bad, ck.report(bad, "sm_90")))

@@ -834,11 +834,12 @@ def test_a_wrong_id_is_refused_at_once(async_engine: AsyncLLM) -> None:
 
 def test_shutdown_wakes_who_waits() -> None:
     async def main() -> list[Any]:
-        engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
+        engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL | {"max_model_len": 500, "num_gpu_blocks_override": 250}))
+        longer = SamplingParams(temperature=0.0, max_tokens=450, ignore_eos=True)  # nobody ends by himself meanwhile
         process, directory = engine.engine_core.child.process, engine.engine_core.child.directory
 
         async def wait(n: int) -> None:
-            async for _ in engine.generate(PROMPTS[0], LONG, str(n)):
+            async for _ in engine.generate(PROMPTS[0], longer, str(n)):
                 pass
 
         tasks = [asyncio.ensure_future(wait(n)) for n in range(3)]

@@ -44,6 +44,16 @@ TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cud
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes a program may take
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
+HEADS = (  # query heads, KV heads, head size, are Q and K normed: of the families that the engine accepts
+    (32, 4, 64, False), (32, 32, 128, False), (40, 40, 128, False), (64, 8, 128, False),  # TinyLlama, Llama 2
+    (32, 8, 64, False), (24, 8, 128, False), (32, 8, 128, False), (128, 8, 128, False),  # Llama 3; Mistral
+    (96, 8, 128, False), (32, 8, 80, False),  # Mistral Large, Danube
+    (14, 2, 64, False), (12, 2, 128, False), (16, 2, 128, False), (28, 4, 128, False), (40, 8, 128, False),  # Qwen2
+    (16, 16, 64, False), (16, 16, 128, False), (20, 20, 128, False),  # the first of that kind
+    (16, 8, 128, True), (32, 8, 128, True), (40, 8, 128, True), (64, 8, 128, True),  # Qwen3
+    (9, 3, 64, False), (15, 5, 64, False), (32, 32, 64, False),  # SmolLM2
+)
+OTHER_HEADS = ((1, 80), (4, 96), (1, 256), (8, 256))  # (group, head size) of other families, should they be accepted
 STEPS = {"prompts": (8, 512, 4096), "decodes": (64, 1, 4096), "a long decode": (1, 1, 65536)}
 
 
@@ -85,7 +95,7 @@ class Launch:
 
 def attention(dtype: str, head_dim: int, step: str, kv_heads: int = 8, group: int = 2, block_size: int = 16,
               window: int = 0, soft_cap: float = 0.0) -> Iterator[Launch]:
-    """The attention kernel as `pick_config` would have it, and the reduction where it splits."""
+    """The attention kernel as `read_triton` would launch it, and the reduction where it splits."""
     cfg = paged_attention.pick_config(*STEPS[step], kv_heads, head_dim, getattr(torch, dtype), "sm_90")
     pointer, names = f"*{DTYPES[dtype]}", paged_attention.paged_attention_kernel.arg_names
     types = dict.fromkeys(names, "i32") | {n: pointer for n in names if n.endswith("_ptr")}
@@ -102,7 +112,7 @@ def attention(dtype: str, head_dim: int, step: str, kv_heads: int = 8, group: in
     quick = not extra and (dtype, head_dim, step) in (
         ("bfloat16", 128, "prompts"), ("bfloat16", 256, "a long decode"), ("float32", 256, "prompts"))
     yield Launch(paged_attention.paged_attention_kernel, case, types, constants, frozenset({"query_stride"}),
-                 {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}, quick,
+                 {"num_warps": cfg.num_warps if block_m == cfg.block_m else 8, "num_stages": cfg.num_stages}, quick,
                  dtype != "float32" and step == "prompts")
     if cfg.num_splits > 1 and not extra:
         yield reduction(dtype, head_dim, cfg.num_splits)
@@ -129,22 +139,28 @@ def small(dtype: str) -> Iterator[Launch]:
     def power(n: int) -> int:
         return triton.next_power_of_2(n)
 
-    for width in (64, 1024):
+    for width in (64, 1024, 5120):
         yield simple(paged_write.reshape_and_cache_kernel, f"{width} numbers a token", dtype,
                      {"WIDTH": width, "TILE": power(width)}, slot_mapping_ptr="*i64")
-    for width in (1024, 5120):
+    for width in (1024, 5120, 16384):
         for add in (True, False):
             yield replace(simple(fused.add_rms_norm_kernel, f"{width} numbers, {'add' if add else 'norm only'}", dtype,
                                  {"ADD": add, "WIDTH": width, "TILE": power(width)}, eps="fp32"),
                           options={"num_warps": 4 if width <= 4096 else 8})
     yield simple(fused.silu_and_mul_kernel, "3072 numbers", dtype, {"WIDTH": 3072, "TILE": 1024})
-    for q_heads, kv_heads, head_dim, norm in ((16, 8, 128, True), (32, 8, 128, False), (28, 4, 80, False)):
-        yield simple(fused.rope_and_write_kernel,
-                     f"{q_heads}+{kv_heads} heads of {head_dim}{', normed' if norm else ''}", dtype,
-                     {"NORM": norm, "Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HALF": head_dim // 2,
-                      "HEAD_TILE": power(q_heads + kv_heads), "HALF_TILE": power(head_dim // 2),
-                      "V_TILE": power(kv_heads * head_dim)},
-                     positions_ptr="*i64", slot_mapping_ptr="*i64", eps="fp32")
+    odd = ((28, 4, 80, False),)  # neither a power of two
+    for heads in (*HEADS, *odd) if dtype == "bfloat16" else (HEADS[6], *odd, *HEADS[18:22]):
+        yield rope(dtype, *heads)
+
+
+def rope(dtype: str, q_heads: int, kv_heads: int, head_dim: int, norm: bool) -> Launch:
+    """The kernel that turns Q and K and writes K and V."""
+    heads, half, values = (triton.next_power_of_2(n) for n in (q_heads + kv_heads, head_dim // 2, kv_heads * head_dim))
+    launch = simple(fused.rope_and_write_kernel, f"{q_heads}+{kv_heads} heads of {head_dim}{', normed' * norm}", dtype,
+                    {"NORM": norm, "Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HALF": head_dim // 2,
+                     "HEAD_TILE": heads, "HALF_TILE": half, "V_TILE": values},
+                    positions_ptr="*i64", slot_mapping_ptr="*i64", eps="fp32")
+    return replace(launch, options={"num_warps": 4 if heads * half <= 4096 else 16})
 
 
 def other() -> Iterator[Launch]:
@@ -161,13 +177,19 @@ def other() -> Iterator[Launch]:
 
 @cache
 def launches() -> list[Launch]:
-    """What the report covers: each kernel, every head size and type at one group, other groups at one head size."""
+    """What the engine launches on a GPU for the heads of the families it accepts, and some more."""
     found = [launch for dtype in DTYPES for head_dim in HEAD_SIZES for step in STEPS
              for launch in attention(dtype, head_dim, step)]
+    groups = dict.fromkeys((q // kv, size) for q, kv, size, _ in HEADS if q // kv != 2) | dict.fromkeys(OTHER_HEADS)
+    both: dict[str, Any] = {"window": 4096, "soft_cap": 50.0}
     for step in STEPS:
-        for more in ({"group": 1}, {"group": 7}, {"group": 8}, {"block_size": 8}, {"block_size": 256},
-                     {"window": 4096}, {"soft_cap": 50.0}):
+        for group, head_dim in groups:
+            found += attention("bfloat16", head_dim, step, group=group)
+        for more in ({"block_size": 8}, {"block_size": 256}, {"window": 4096}, {"soft_cap": 50.0}, both):
             found += attention("bfloat16", 128, step, **more)
+        found += attention("bfloat16", 256, step, **both)
+        found += attention("float16", 128, step, kv_heads=1, group=64)  # a tile taller than the table's
+        found += [*attention("float32", 128, step, group=8), *attention("float32", 256, step, group=12)]
     found += [reduction("bfloat16", 128, parts) for parts in (2, 4, 8, 16)]
     return found + [launch for dtype in DTYPES for launch in small(dtype)] + list(other())
 
