@@ -214,7 +214,8 @@ def test_an_id_that_is_used_again(fresh: tuple[bool, bool]) -> None:
     state, (name, *_) = check(run), [event.request for event in run.events if event.stop == "message encoded"][::-1]
     assert name is not None and state.texts[name] == last["a"].outputs[0].text
     assert state.token_ids[name] == last["a"].outputs[0].token_ids and state.finished[name] == "length"
-    assert all(why == "abort" for other, why in state.finished.items() if other != name)
+    ends = {"abort", "length"} if fresh[0] else {"abort"}  # a core of its own may be through before it hears of it
+    assert all(why in ends for other, why in state.finished.items() if other != name)
 
 
 def test_a_recording_that_is_used_again() -> None:
