@@ -34,8 +34,12 @@ if platform.machine() == "x86_64":
 
 def compiler() -> list[str]:
     """The command of a C compiler: $CC, or the first that is found. FileNotFoundError if there is none."""
-    wanted = os.environ.get("CC")
-    for command in [shlex.split(wanted)] if wanted else [["cc"], ["gcc"], ["clang"]]:
+    wanted = os.environ.get("CC", "").strip()
+    try:
+        commands = [shlex.split(wanted)] if wanted else [["cc"], ["gcc"], ["clang"]]
+    except ValueError as error:  # a quotation mark without its other half
+        raise FileNotFoundError(f"no C compiler: CC={wanted!r}: {error}") from error
+    for command in commands:
         if shutil.which(command[0]):
             return command
     raise FileNotFoundError(f"no C compiler: {wanted or 'cc, gcc, clang'} not found")

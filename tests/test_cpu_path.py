@@ -361,7 +361,7 @@ def test_a_home_that_is_no_directory(home: Path) -> None:
         assert directory != home and directory.is_dir()
 
 
-@pytest.mark.parametrize("cc, words", [("no-such-compiler", "no-such-compiler"), ("false", "failed")])
+@pytest.mark.parametrize("cc, words", [("no-such-compiler", "no-such-compiler"), ('"cc', "quotation"), ("false", "failed")])
 def test_without_a_compiler_torch_goes_on(
     home: Path, cc: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -411,6 +411,33 @@ def test_the_runner_measures(gpu: Any, eager: bool, monkeypatch: pytest.MonkeyPa
         assert len(answers(llm)) == len(PROMPTS)
 
 
+def test_the_largest_step_is_the_largest(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No real step scores more rows than the one that was measured, and none begins while the last one's are kept."""
+    runner: Any = None
+    scored: list[int] = []
+    compute, forward = CausalLM.compute_logits, model_runner.ModelRunner.forward
+
+    def score(self: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
+        scored.append(len(hidden))
+        return compute(self, hidden)
+
+    def begin(self: Any, flat: Any) -> torch.Tensor:
+        assert self.last_logits is None and self.last_hidden is None
+        return forward(self, flat)
+
+    monkeypatch.setattr(CausalLM, "compute_logits", score)
+    monkeypatch.setattr(model_runner.ModelRunner, "forward", begin)
+    gpu(made_up())
+    settings = {**SETTINGS, "max_num_batched_tokens": 30, "max_num_seqs": 3, "max_model_len": 100}
+    with LLM(**settings, attention_backend="torch", enforce_eager=True, gpu_memory_utilization=0.2) as llm:
+        measured = list(scored)
+        asks = SamplingParams(prompt_logprobs=1, logprobs=1, max_tokens=2, ignore_eos=True, detokenize=False)
+        llm.generate({"prompt_token_ids": [5] * 80}, asks, use_tqdm=False)
+        runner = llm.llm_engine.engine_core.engine_core.model_runner
+        assert runner.last_logits is not None
+    assert measured == [3, 30] and max(scored[len(measured):]) == 30
+
+
 def test_a_pool_below_the_longest_request(gpu: Any) -> None:
     "The length that both sides go by is cut, as it is for a pool that was given."
     per_block = block_bytes(EngineArgs().create_engine_config().model_config.spec, "float32", 8)

@@ -235,7 +235,7 @@ def resolve_backend(name: str) -> str:
 
 
 def has_driver() -> bool:
-    "Whether a GPU's driver is here. To ask torch, it must be loaded: two seconds, for nothing where there is none."
+    "Whether a GPU's driver is here. To ask torch, it must be loaded first, and that takes longer than all else here."
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             return bool(ctypes.CDLL(name))

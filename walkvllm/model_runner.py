@@ -196,6 +196,7 @@ class ModelRunner:
             flat = flatten(self.batch, [so.num_scheduled_tokens[req_id] for req_id in self.batch.req_ids])
             if self.flights and self.flights[0].copies:
                 self.flights[0].give_to(flat.input_ids)
+            self.last_hidden = self.last_logits = None  # their memory is free for the pass
             hidden = self.forward(flat)
             self.last_batch, self.last_hidden = flat, hidden
             self.last_logits = self.model.compute_logits(hidden[flat.logits_indices])

@@ -25,7 +25,7 @@ def largest(rows: torch.Tensor) -> torch.Tensor:
     "The place [R] of the largest number in each of `rows` [R, V], the first of equal ones."
     if rows.device.type != "cpu":
         return rows.argmax(dim=-1)
-    return torch.from_numpy(rows.numpy().argmax(axis=-1))  # ten times faster than torch's on a CPU
+    return torch.from_numpy(rows.numpy().argmax(axis=-1))  # several times as fast as torch's on a CPU (page 19)
 
 # %% ../nbs/13_sampling.ipynb #5326fe54
 def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
