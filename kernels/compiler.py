@@ -16,14 +16,15 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'FLAGS', 'compiler', 'cpu_features', 'build_key', 'is_private', 'private_directory', 'build']
+__all__ = ['logger', 'FLAGS', 'compiler', 'cpu_features', 'build_key', 'is_private', 'private_directory', 'digest',
+           'kept', 'build']
 
 # %% ../nbs/kernels/11d_compiler.ipynb #547e48af
 FLAGS = ["-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fassociative-math", "-fno-signed-zeros",
@@ -85,11 +86,26 @@ def private_directory() -> Iterator[Path]:
         yield Path(scratch)
 
 
+def digest(path: Path) -> str:
+    """A name for what is in a file: 20 hex digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def kept(directory: Path, key: str) -> Path | None:
+    """The library that was built for `key`, if it is ours alone and as it was made. Another one is removed."""
+    for path in directory.glob(f"cpu-{key}-*.so"):
+        with suppress(FileNotFoundError):  # somebody else has removed it
+            if is_private(path) and path.stem.endswith(digest(path)):
+                return path
+            path.unlink()
+    return None
+
+
 def build(source: str, directory: Path, command: list[str]) -> Path:
     """The library of `source` in `directory`, made now unless it is there. OSError with the compiler's words."""
-    target = directory / f"cpu-{build_key(source, command)}.so"
-    if target.exists() and is_private(target):
-        return target
+    key = build_key(source, command)
+    if found := kept(directory, key):
+        return found
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         text, made = Path(scratch, "cpu.c"), Path(scratch, "cpu.so")
         text.write_text(source)
@@ -98,7 +114,5 @@ def build(source: str, directory: Path, command: list[str]) -> Path:
                                  capture_output=True, text=True, check=False)
             if run.returncode == 0:
                 made.chmod(0o700)
-                return made.replace(target)
+                return made.replace(directory / f"cpu-{key}-{digest(made)}.so")
     raise OSError(f"{command[0]} failed: {run.stderr.strip()[-300:]}")
-
-

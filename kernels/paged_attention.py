@@ -217,8 +217,9 @@ def pick_config(num_reqs: int, max_query_len: int, max_seq_len: int, kv_heads: i
         return ReadConfig(block_m=64, tile_n=64)
     prompt = max_query_len > 1
     kind = dtype.itemsize == 2, prompt
+    size = head_dim if head_dim * dtype.itemsize % 16 == 0 else LARGE  # in small loads, a head takes more registers
     block_m, tile_n, num_warps, *num_stages = next(
-        cut for (half, long, most), cut in TILES.items() if (half, long) == kind and head_dim <= most)
+        cut for (half, long, most), cut in TILES.items() if (half, long) == kind and size <= most)
     to_fill = 2 * PROCESSORS.get(arch, 132) // (num_reqs * kv_heads)  # two programs for each processor
     worth_it = max_seq_len // (4 * tile_n)  # with fewer rounds than four, merging costs more than it gains
     splits = 1 if prompt else 1 << max(0, min(to_fill, worth_it, 32).bit_length() - 1)

@@ -19,7 +19,7 @@ def top_k_top_p_naive(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
     for r, row in enumerate(logits):
         if top_k is not None:
             row[row < row.sort(descending=True).values[int(top_k[r]) - 1]] = float("-inf")
-        if top_p is not None:
+        if top_p is not None and top_p[r] < 1:
             order = row.sort(descending=True, stable=True).indices.flip(0)  # least likely first
             mass = row.double().softmax(-1)[order].cumsum(-1)
             out = mass <= 1 - top_p[r].double()
@@ -97,14 +97,15 @@ def top_k_top_p_kernel(
     if HAS_K:
         bound = kth_largest(row_ptr, tl.load(top_k_ptr + row), vocab, TILE)
     kept_ties = tl.zeros([], tl.int32) + vocab
-    if HAS_P:
+    p = tl.load(top_p_ptr + row) if HAS_P else 1.0
+    if p < 1:  # a row without the rule keeps all, also what weighs nothing in float32
         floor, everything = bound, tl.full([], 4294967296, tl.int64)
         peaks = tl.full([TILE], float("-inf"), tl.float32)
         for first in range(0, vocab, TILE):
             i = first + tl.arange(0, TILE)
             peaks = tl.maximum(peaks, tl.load(row_ptr + i, mask=i < vocab, other=float("-inf")))
         peak = tl.max(peaks, 0)
-        allowed = (1 - tl.load(top_p_ptr + row)) * mass_between(row_ptr, peak, floor, everything, vocab, TILE)
+        allowed = (1 - p) * mass_between(row_ptr, peak, floor, everything, vocab, TILE)
         bound = lightest_kept(row_ptr, peak, floor, allowed, vocab, TILE)
         below = mass_between(row_ptr, peak, floor, bound, vocab, TILE)
         ties = count_from(row_ptr, bound, vocab, TILE) - count_from(row_ptr, bound + 1, vocab, TILE)

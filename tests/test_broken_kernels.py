@@ -135,6 +135,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {  # what is broken: file, the text as
     "ties start again in each tile": (TOP, "        seen += tl.sum(tie, 0)\n", ""),
     "the row behind is counted": (TOP, "& (order < ceiling) & (i < vocab)", "& (order < ceiling)"),
     "the next row is written": (TOP, "mask=goes & (i < vocab))", "mask=goes)"),
+    "a row without top-p is cut": (TOP, "    if p < 1:", "    if p <= 1:"),
     "the row of logits in 32 bits": (TOP, "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)"),
 }  # fmt: skip
 
@@ -207,6 +208,7 @@ def fused_checks(far: Far) -> Iterator[Callable[[], None]]:
 
 def top_checks(far: Far) -> Iterator[Callable[[], None]]:
     yield partial(far_away, fused_cases.far_top_k, far)
+    yield partial(fused_cases.test_a_row_without_top_p_keeps_all, None)
     for seed in range(17):  # 16: a run of them
         yield partial(with_patch, fused_cases.test_top_k_top_p, seed)
 

@@ -338,6 +338,20 @@ def test_a_library_that_others_can_write_is_made_again(home: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("change", [
+    lambda whole: whole[: len(whole) // 2], lambda whole: b"", lambda whole: b"x" + whole[1:]])
+def test_half_a_library_is_made_again(home: Path, change: Callable[[bytes], bytes]) -> None:
+    """Who loads half of one may be killed by it, so it must be noticed before."""
+    with compiler.private_directory() as directory:
+        made = compiler.build(TINY, directory, compiler.compiler())
+        whole = made.read_bytes()
+        made.write_bytes(change(whole))
+        assert compiler.is_private(made)
+        assert compiler.build(TINY, directory, compiler.compiler()) == made and made.read_bytes() == whole
+        assert [p.name for p in home.iterdir()] == [made.name]
+
+
+@needs_compiler
 @pytest.mark.parametrize("mode", [0o777, 0o770])
 def test_a_directory_of_others_is_not_used(home: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
     home.mkdir()
@@ -361,7 +375,8 @@ def test_a_home_that_is_no_directory(home: Path) -> None:
         assert directory != home and directory.is_dir()
 
 
-@pytest.mark.parametrize("cc, words", [("no-such-compiler", "no-such-compiler"), ('"cc', "quotation"), ("false", "failed")])
+@pytest.mark.parametrize("cc, words", [
+    ("no-such-compiler", "no-such-compiler"), ('"cc', "quotation"), ("false", "failed")])
 def test_without_a_compiler_torch_goes_on(
     home: Path, cc: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

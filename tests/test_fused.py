@@ -212,6 +212,18 @@ def test_top_k_top_p(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert left and all(got[r, i] == logits[r, i] for i in left)
 
 
+@pytest.mark.parametrize("top_k", [None, 3, 5])
+def test_a_row_without_top_p_keeps_all(top_k: int | None) -> None:
+    """p = 1 beside a row with the rule: nothing goes, also where a weight is 0 in float32, and even in float64."""
+    logits = torch.tensor([[3.0, 2.0, -200.0, -2000.0, 1.0, float("-inf")]]).repeat(2, 1)
+    p, k = torch.tensor([1.0, 0.9]), None if top_k is None else torch.tensor([top_k] * 2)
+    for run, where in RULES[:2]:  # the torch path does as vLLM's does: what weighs 0 goes, and could not be drawn
+        got = run(*(None if t is None else t.to(where, copy=True) for t in (logits, k, p))).cpu()
+        want = [0, 1, 4] if top_k == 3 else [0, 1, 2, 3, 4]
+        assert (got[0] > float("-inf")).nonzero()[:, 0].tolist() == want, run.__name__
+        assert (got[1] > float("-inf")).nonzero()[:, 0].tolist() == [0, 1]
+
+
 class SmallTiles:
     """Stands for `triton` where a launch chooses its tile."""
 

@@ -43,17 +43,22 @@ TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cud
            "gfx942": ("hip", "gfx942", 64)}
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes a program may take
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
-HEADS = (  # query heads, KV heads, head size, are Q and K normed: of the families that the engine accepts
-    (32, 4, 64, False), (32, 32, 128, False), (40, 40, 128, False), (64, 8, 128, False),  # TinyLlama, Llama 2
-    (32, 8, 64, False), (24, 8, 128, False), (32, 8, 128, False), (128, 8, 128, False),  # Llama 3; Mistral
-    (96, 8, 128, False), (32, 8, 80, False),  # Mistral Large, Danube
-    (14, 2, 64, False), (12, 2, 128, False), (16, 2, 128, False), (28, 4, 128, False), (40, 8, 128, False),  # Qwen2
-    (16, 16, 64, False), (16, 16, 128, False), (20, 20, 128, False),  # the first of that kind
+HEAD_SIZES = (32, 64, 80, 96, 100, 120, 128, 192, 256)
+HEADS = (  # query heads, KV heads, head size, are Q and K normed: what models of the accepted families have
+    (4, 2, 64, True),  # the model in the package
     (16, 8, 128, True), (32, 8, 128, True), (40, 8, 128, True), (64, 8, 128, True),  # Qwen3
+    (14, 2, 64, False), (12, 2, 128, False), (16, 2, 128, False), (28, 4, 128, False), (40, 8, 128, False),  # Qwen2
+    (16, 16, 64, False), (16, 16, 128, False), (20, 20, 128, False), (64, 64, 128, False),  # the first of that kind
+    (32, 8, 64, False), (24, 8, 128, False), (32, 8, 128, False), (64, 8, 128, False), (128, 8, 128, False),  # Llama 3
+    (32, 32, 128, False), (40, 40, 128, False), (52, 52, 128, False), (32, 32, 100, False),  # 1 and 2; OpenLLaMA 3B
+    (48, 8, 128, False), (96, 8, 128, False),  # Mistral: Codestral and Small with 22B, Large; the others are as Llama 3
     (9, 3, 64, False), (15, 5, 64, False), (32, 32, 64, False),  # SmolLM2
+    (8, 4, 256, False), (12, 4, 256, False),  # Falcon 3
+    (16, 8, 96, False), (32, 8, 120, False), (32, 8, 80, False),  # Danube 3 and 2
+    (32, 4, 128, False), (56, 8, 128, False),  # Yi, DeepSeek Coder
+    (32, 4, 64, False), (12, 12, 64, False), (32, 32, 80, False),  # TinyLlama, Llama 160M, Granite Code 3B
 )
-OTHER_HEADS = ((1, 80), (4, 96), (1, 256), (8, 256))  # (group, head size) of other families, should they be accepted
+OTHER_HEADS = ((1, 256), (8, 256))  # (group, head size) of other families, should they be accepted
 STEPS = {"prompts": (8, 512, 4096), "decodes": (64, 1, 4096), "a long decode": (1, 1, 65536)}
 
 
@@ -149,7 +154,8 @@ def small(dtype: str) -> Iterator[Launch]:
                           options={"num_warps": 4 if width <= 4096 else 8})
     yield simple(fused.silu_and_mul_kernel, "3072 numbers", dtype, {"WIDTH": 3072, "TILE": 1024})
     odd = ((28, 4, 80, False),)  # neither a power of two
-    for heads in (*HEADS, *odd) if dtype == "bfloat16" else (HEADS[6], *odd, *HEADS[18:22]):
+    some = [heads for heads in HEADS if heads[3] or heads in ((32, 8, 128, False), (64, 64, 128, False))]
+    for heads in (*HEADS, *odd) if dtype == "bfloat16" else (*some, *odd):
         yield rope(dtype, *heads)
 
 
@@ -251,7 +257,9 @@ def complaints(launch: Launch, row: dict[str, Any]) -> list[str]:
     if launch.matrix and not row[newest]:
         found.append(f"no {newest} instruction")
     attention = launch.kernel is paged_attention.paged_attention_kernel
-    if attention and TARGETS[row["target"]][0] == "cuda" and not row["loads_16_bytes"]:
+    head_bytes = launch.constants.get("HEAD_DIM", 0) * (4 if launch.types.get("k_cache_ptr") == "*fp32" else 2)
+    in_rows = head_bytes % 16 == 0  # else heads begin between two such loads
+    if attention and in_rows and TARGETS[row["target"]][0] == "cuda" and not row["loads_16_bytes"]:
         found.append("no load of 16 bytes")
     return [f"{launch}, {row['target']}: {what}" for what in found]
 

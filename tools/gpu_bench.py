@@ -158,7 +158,7 @@ def read_checks(dtype: torch.dtype) -> Iterator[Check]:
     long = [(1, 90)] if TINY else [(1, 20_000)]
     decodes = [(1, 40), (1, 0)] if TINY else [(1, 3000), (1, 0), (1, 31)]
     cases: dict[str, Row] = {}
-    for dim in (16,) if TINY else (32, 64, 80, 96, 128, 256):
+    for dim in (16,) if TINY else (32, 64, 80, 96, 100, 128, 256):
         cases |= {f"mixed, head size {dim}": {"dim": dim}, f"long, head size {dim}": {"lengths": long, "dim": dim}}
     for group in (1, 7):
         cases[f"group {group}"] = {"heads": 2 * group, "kv_heads": 2, "dim": 16, "block": 32}
@@ -342,14 +342,21 @@ def other_cuts() -> Rows:
     tall = [(64, 64, 1, 4, 2), (64, 64, 1, 8, 2), (64, 128, 1, 8, 2), (128, 64, 1, 8, 2), (128, 64, 1, 8, 3)]
     flat = [(16, 32, 1, 4, 3), (16, 64, 1, 4, 2), (16, 64, 1, 4, 3), (16, 64, 1, 4, 4), (16, 128, 1, 4, 3),
             (16, 64, 1, 8, 3)]
-    steps = {"prompts": ([(9, 0)], tall), "decodes": ([(1, 20)], flat)} if TINY else {
-        "prompts": ([(1024, 0)] * 8, tall), "decodes": ([(1, 2047)] * 64, flat),
-        "a long decode": ([(1, 65_535)], [(16, 64, n, 4, 3) for n in (8, 16, 32, 64)])}
-    for name, (lengths, cuts) in steps.items():
-        s = step(lengths)
+    tall_256 = [(64, 32, 1, 8, 1), (64, 32, 1, 8, 2), (64, 32, 1, 4, 1), (64, 64, 1, 8, 1), (128, 32, 1, 8, 1)]
+    flat_256 = [(16, 32, 1, 4, 3), (16, 32, 1, 4, 2), (16, 32, 1, 8, 3), (16, 64, 1, 4, 2)]
+    dim, large = HEAD_DIM, 32 if TINY else 256
+    prompts, decodes = ([(9, 0)], [(1, 20)]) if TINY else ([(1024, 0)] * 8, [(1, 2047)] * 64)
+    steps = [("prompts", prompts, dim, tall), ("decodes", decodes, dim, flat), ("prompts", prompts, large, tall_256),
+             ("decodes", decodes, large, flat_256)]
+    if not TINY:
+        steps += [("a long decode", [(1, 65_535)], dim, [(16, 64, n, 4, 3) for n in (8, 16, 32, 64)]),
+                  ("a long decode", [(1, 65_535)], large, [(16, 32, n, 4, 3) for n in (8, 16, 32)])]
+    for name, lengths, head_dim, cuts in steps:
+        s = step(lengths, dim=head_dim)
         for cut in cuts[:2] if TINY else cuts:
             config = paged_attention.ReadConfig(*cut)
-            yield {"step": name, "rows_keys_splits_warps_stages": cut, "ms": beside(s.read, config)}
+            yield {"step": name, "head_size": head_dim, "rows_keys_splits_warps_stages": cut,
+                   "ms": beside(s.read, config)}
 
 
 def small_kernels() -> Rows:
