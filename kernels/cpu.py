@@ -35,8 +35,8 @@ enum { LANES = 8, VECTORS = 2, ROWS = 6 };
 #else
 enum { LANES = 4, VECTORS = 4, ROWS = 4 };
 #endif
-enum { PANEL = LANES * VECTORS, DEPTH = 64, BAND = 11 * ROWS, AHEAD = 64 };  // of the matrix product
-enum { RUN = 32, GROUP = 4, WIDE = 4, FEW = 32, TILE = 16 * ROWS };  // of attention
+enum { PANEL = LANES * VECTORS, DEPTH = 256, BAND = 11 * ROWS, AHEAD = 64 };  // of the matrix product
+enum { RUN = 32, GROUP = 4, WIDE = 4, FEW = 4, KEYS = 64 };  // of attention
 #define INLINE static inline __attribute__((always_inline))
 #define TEAM(work) threads = (work) < 50000 ? 1 : threads; _Pragma("omp parallel num_threads(threads)")
 #define SHARE _Pragma("omp for")  // the threads of a team share the loop, and wait for each other behind it
@@ -47,14 +47,15 @@ typedef uint32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 int panel_width(void) { return PANEL; }
+int lanes(void) { return LANES; }
 INLINE vec load_f32(const f32 *p) { return *(const vec *)p; }
 INLINE vec load_bf16(const bf16 *p) { return (vec)(__builtin_convertvector(*(const halves *)p, bits) << 16); }
-INLINE float widen_f32(f32 x) { return x; }
-INLINE float widen_bf16(bf16 x) {
-  uint32_t u = (uint32_t)x << 16;
-  float wide;
-  memcpy(&wide, &u, 4);
-  return wide;
+INLINE void panel_f32(vec *b, const f32 *w) { for (int j = 0; j < VECTORS; j++) b[j] = load_f32(w + j * LANES); }
+INLINE void panel_bf16(vec *b, const bf16 *w) {  // each two of its vectors lie in one, as low and high halves
+  for (int j = 0; j < VECTORS; j += 2) {
+    bits two = *(const bits *)(w + j * LANES);
+    b[j] = (vec)(two << 16), b[j + 1] = (vec)(two & 0xffff0000);
+  }
 }
 INLINE f32 round_f32(float x) { return x; }
 INLINE bf16 round_bf16(float x) {  // to nearest, ties to even; NaN stays NaN
@@ -72,19 +73,6 @@ INLINE float fast_exp(float x) {  // 2^n times a polynomial; x <= 88
   float two_to_n;
   memcpy(&two_to_n, &power, 4);
   return (p * r * r + r + 1) * two_to_n * low;
-}
-INLINE float softmax_step(float *p, long n, float *top, float *sum) {  // p[n], whole vectors, becomes exp(p - top)
-  vec most = load_f32(p);
-  for (long j = LANES; j < n; j += LANES) {
-    bits less = (bits)(most < load_f32(p + j));
-    most = (vec)((less & (bits)load_f32(p + j)) | (~less & (bits)most));
-  }
-  float highest = *top, weight = 0;
-  for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
-  for (long j = 0; j < n; j += LANES) for (int i = 0; i < LANES; i++) weight += p[j + i] = fast_exp(p[j + i] - highest);
-  float fade = *top == -INFINITY ? 0 : fast_exp(*top - highest);  // of what was added under a lower maximum
-  *top = highest, *sum = *sum * fade + weight;
-  return fade;
 }
 """
 
@@ -192,40 +180,38 @@ READ_TILE = r"""
 static void tile_of_REAL(float *out, const float *q, long q_stride, const REAL *k_cache, const REAL *v_cache,
                          const int32_t *blocks, long block_size, long first, long count, long group, long width,
                          long heads, long dim, float scale) {
-  long rows = count * group, panels = (dim + PANEL - 1) / PANEL;
-  float x[rows * dim], p[rows * PANEL], o[panels * rows * PANEL], k[dim * PANEL], v[panels * PANEL * PANEL];
-  float top[rows], sum[rows];
-  for (long i = 0; i < rows; i++) {
-    const float *from = q + i / group * q_stride + i % group * dim;
-    for (long d = 0; d < dim; d++) x[i * dim + d] = from[d] * scale;
-    top[i] = -INFINITY, sum[i] = 0;
-  }
-  memset(o, 0, sizeof o), memset(k, 0, sizeof k), memset(v, 0, sizeof v);
-  for (long base = 0; base < first + count; base += PANEL) {
-    long keys = first + count - base < PANEL ? first + count - base : PANEL;
+  float turned[dim * PANEL], o[dim * PANEL], p[KEYS * PANEL], k[KEYS * dim + LANES], v[KEYS * dim + LANES];
+  float top[PANEL], sum[PANEL], most[PANEL], fade[PANEL];
+  memset(turned, 0, sizeof turned), memset(o, 0, sizeof o);
+  for (int i = 0; i < PANEL; i++) top[i] = -INFINITY, sum[i] = 0;
+  for (long i = 0; i < count * group; i++) for (long d = 0; d < dim; d++)
+    turned[d * PANEL + i] = q[i / group * q_stride + i % group * dim + d] * scale;
+  for (long base = 0; base < first + count; base += KEYS) {
+    long keys = first + count - base < KEYS ? first + count - base : KEYS;
     for (long j = 0; j < keys; j++) {
       long at = (blocks[(base + j) / block_size] * block_size + (base + j) % block_size) * width;
-      for (long d = 0; d < dim; d++) k[d * PANEL + j] = widen_REAL(k_cache[at + d]);
-      for (long d = 0; d < dim; d += LANES)
-        *(vec *)(v + (d / PANEL * PANEL + j) * PANEL + d % PANEL) = some_REAL(v_cache + at + d, dim - d);
+      for (long d = 0; d < dim; d += LANES) {
+        *(vec *)(k + j * dim + d) = some_REAL(k_cache + at + d, dim - d);
+        *(vec *)(v + j * dim + d) = some_REAL(v_cache + at + d, dim - d);
+      }
     }
     memset(p, 0, sizeof p);
-    for (long i = 0; i < rows; i += ROWS)
-      rows_f32(x + i * dim, dim, k, p + i * PANEL, rows - i < ROWS ? rows - i : ROWS, dim, 0);
-    for (long i = 0; i < rows; i++) {
-      long seen = first + i / group + 1 - base;  // of these keys; the rest comes later in the text
-      for (long j = seen > 0 ? seen : 0; j < PANEL; j++) p[i * PANEL + j] = -INFINITY;
-      float fade = softmax_step(p + i * PANEL, PANEL, top + i, sum + i);
-      for (long n = 0; n < panels; n++) for (int j = 0; j < PANEL; j++) o[(n * rows + i) * PANEL + j] *= fade;
-    }
-    for (long n = 0; n < panels; n++) for (long i = 0; i < rows; i += ROWS)
-      rows_f32(p + i * PANEL, PANEL, v + n * PANEL * PANEL, o + (n * rows + i) * PANEL,
-               rows - i < ROWS ? rows - i : ROWS, keys, 0);
+    for (long j = 0; j < keys; j += ROWS)
+      rows_f32(k + j * dim, dim, 1, turned, p + j * PANEL, keys - j < ROWS ? keys - j : ROWS, dim, 0);
+    for (long j = 0; j < keys; j++) for (long i = 0; i < PANEL && i < (base + j - first) * group; i++)
+      p[j * PANEL + i] = -INFINITY;
+    memcpy(most, top, sizeof top);
+    for (long j = 0; j < keys; j++) for (int i = 0; i < PANEL; i++)
+      most[i] = p[j * PANEL + i] > most[i] ? p[j * PANEL + i] : most[i];
+    for (int i = 0; i < PANEL; i++) fade[i] = fast_exp(top[i] - most[i]), sum[i] *= fade[i], top[i] = most[i];
+    for (long j = 0; j < keys; j++) for (int i = 0; i < PANEL; i++)
+      sum[i] += p[j * PANEL + i] = fast_exp(p[j * PANEL + i] - top[i]);
+    for (long d = 0; d < dim; d++) for (int i = 0; i < PANEL; i++) o[d * PANEL + i] *= fade[i];
+    for (long d = 0; d < dim; d += ROWS)
+      rows_f32(v + d, 1, dim, p, o + d * PANEL, dim - d < ROWS ? dim - d : ROWS, keys, 0);
   }
-  for (long i = 0; i < rows; i++) for (long n = 0; n < panels; n++) {
-    float *to = out + (i / group * heads + i % group) * dim + n * PANEL;
-    for (long d = 0; d < PANEL && n * PANEL + d < dim; d++) to[d] = o[(n * rows + i) * PANEL + d] / sum[i];
-  }
+  for (long i = 0; i < count * group; i++) for (long d = 0; d < dim; d++)
+    out[(i / group * heads + i % group) * dim + d] = o[d * PANEL + i] / sum[i];
 }
 """
 
@@ -250,14 +236,16 @@ static void read_REAL(float *out, const float *q, long q_stride, const REAL *k_c
                       const int32_t *table, long table_stride, const int32_t *seq_lens, const int32_t *starts,
                       long requests, long heads, long kv_heads, long dim, long block_size, float scale, long threads) {
   long tokens = starts[requests], parts = tokens < threads ? kv_heads : 1, group = heads / kv_heads;
-  long tile = group < TILE ? TILE / group : 1;
+  long tile = group < PANEL ? PANEL / group : 1;
   if (tokens > requests) _Pragma("omp for schedule(dynamic) nowait")
   for (long item = tokens * kv_heads - 1; item >= 0; item--) {  // a prompt's last tiles see the most keys
     long t = item / kv_heads, h = item % kv_heads, r = request_of(t, starts, requests), end = starts[r + 1];
     if (end - starts[r] <= FEW || (t - starts[r]) % tile) continue;
-    tile_of_REAL(out + (t * heads + h * group) * dim, q + t * q_stride + h * group * dim, q_stride, k_cache + h * dim,
-                 v_cache + h * dim, table + r * table_stride, block_size, seq_lens[r] - (end - t),
-                 end - t < tile ? end - t : tile, group, kv_heads * dim, heads, dim, scale);
+    for (long g = h * group; g < (h + 1) * group; g += PANEL)
+      tile_of_REAL(out + (t * heads + g) * dim, q + t * q_stride + g * dim, q_stride, k_cache + h * dim,
+                   v_cache + h * dim, table + r * table_stride, block_size, seq_lens[r] - (end - t),
+                   end - t < tile ? end - t : tile, (h + 1) * group - g < PANEL ? (h + 1) * group - g : PANEL,
+                   kv_heads * dim, heads, dim, scale);
   }
   _Pragma("omp for schedule(dynamic)")
   for (long item = 0; item < tokens * parts; item++) {

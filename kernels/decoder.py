@@ -16,12 +16,17 @@ from walkvllm.kernels.compiler import cpu_features
 from walkvllm.kernels.cpu import SUFFIX, at, functions
 
 # %% auto #0
-__all__ = ['packed', 'PackedLinear', 'OneDnnLinear', 'make_linear', 'add_rms_norm', 'silu_and_mul', 'Matrix', 'Layer',
-           'Decoding', 'run_decoder']
+__all__ = ['paired', 'packed', 'PackedLinear', 'OneDnnLinear', 'make_linear', 'add_rms_norm', 'silu_and_mul', 'Matrix',
+           'Layer', 'Decoding', 'run_decoder']
 
-# %% ../nbs/kernels/11e_decoder.ipynb #8423555f
+# %% ../nbs/kernels/11e_decoder.ipynb #2dcfd3db
+def paired(panel: Tensor, lanes: int) -> Tensor:
+    """A panel [K, width], each two of its vectors of `lanes` numbers laid into one."""
+    return panel.reshape(len(panel), -1, 2, lanes).transpose(2, 3).reshape(panel.shape)
+
+
 def packed(weight: Tensor) -> Tensor:
-    """[N, K] as [panels, K, panel width]; in bfloat16 if that loses nothing."""
+    """[N, K] as [panels, K, panel width]; in bfloat16, and paired, if that loses nothing."""
     short, width = weight.bfloat16(), functions().panel_width()
     if torch.equal(short.to(weight.dtype), weight):
         weight = short
@@ -32,6 +37,8 @@ def packed(weight: Tensor) -> Tensor:
     out = torch.from_numpy(memory[start : start + len(memory) - 64]).view(weight.dtype).view(shape)
     for i, rows in enumerate(weight.split(width)):
         out[i, :, : len(rows)] = rows.T
+        if weight.dtype == torch.bfloat16:
+            out[i] = paired(out[i], functions().lanes())
     return out
 
 

@@ -5,24 +5,25 @@ __all__ = ['LINEAR', 'LINEAR_LOOP', 'GLUE', 'SHAPES', 'ATTENTION_STEP', 'DECODER
 
 # %% ../nbs/kernels/11e_decoder.ipynb #178c26be
 LINEAR = r"""
-INLINE void tile_REAL(const float *x, long k, const REAL *w, float *y, int rows, int depth, int fetch) {
+// y[rows, PANEL] += x w, w [depth, PANEL]; number (i, p) of x is x[i * k + p * step]
+INLINE void tile_REAL(const float *x, long k, long step, const REAL *w, float *y, int rows, int depth, int fetch) {
   vec sum[ROWS][VECTORS], b[VECTORS];
   for (int i = 0; i < rows; i++) for (int j = 0; j < VECTORS; j++) sum[i][j] = load_f32(y + i * PANEL + j * LANES);
   for (int p = 0; p < depth; p++, w += PANEL) {
     if (fetch) for (int j = 0; j < PANEL; j += 64 / sizeof(REAL)) __builtin_prefetch(w + AHEAD * PANEL + j, 0, 2);
-    for (int j = 0; j < VECTORS; j++) b[j] = load_REAL(w + j * LANES);
-    for (int i = 0; i < rows; i++) for (int j = 0; j < VECTORS; j++) sum[i][j] += x[i * k + p] * b[j];
+    panel_REAL(b, w);
+    for (int i = 0; i < rows; i++) for (int j = 0; j < VECTORS; j++) sum[i][j] += x[i * k + p * step] * b[j];
   }
   for (int i = 0; i < rows; i++) for (int j = 0; j < VECTORS; j++) *(vec *)(y + i * PANEL + j * LANES) = sum[i][j];
 }
-static void rows_REAL(const float *x, long k, const REAL *w, float *y, int rows, int depth, int fetch) {
+static void rows_REAL(const float *x, long k, long step, const REAL *w, float *y, int rows, int depth, int fetch) {
   switch (rows) {  // a constant each time, so that the sums stay in registers
-    case 1: tile_REAL(x, k, w, y, 1, depth, fetch); break;
-    case 2: tile_REAL(x, k, w, y, 2, depth, fetch); break;
-    case 3: tile_REAL(x, k, w, y, 3, depth, fetch); break;
-    case 4: tile_REAL(x, k, w, y, 4, depth, fetch); break;
-    case 5: tile_REAL(x, k, w, y, ROWS > 5 ? 5 : ROWS, depth, fetch); break;
-    default: tile_REAL(x, k, w, y, ROWS, depth, fetch);
+    case 1: tile_REAL(x, k, step, w, y, 1, depth, fetch); break;
+    case 2: tile_REAL(x, k, step, w, y, 2, depth, fetch); break;
+    case 3: tile_REAL(x, k, step, w, y, 3, depth, fetch); break;
+    case 4: tile_REAL(x, k, step, w, y, 4, depth, fetch); break;
+    case 5: tile_REAL(x, k, step, w, y, ROWS > 5 ? 5 : ROWS, depth, fetch); break;
+    default: tile_REAL(x, k, step, w, y, ROWS, depth, fetch);
   }
 }
 """
@@ -36,23 +37,15 @@ static void product_REAL(float *y, const float *x, const REAL *w, const float *b
   for (long item = 0; item < panels * bands; item++) {
     long left = (m > n ? item % panels : item / bands) * PANEL;  // again and again through the smaller of x and w
     long first = (m > n ? item / panels : item % bands) * BAND, rows = m - first < BAND ? m - first : BAND;
-    long width = n - left < PANEL ? n - left : PANEL, widen = sizeof(REAL) < 4 && rows > ROWS;
-    float sum[BAND * PANEL], wide[DEPTH * PANEL];
+    long width = n - left < PANEL ? n - left : PANEL;
+    float sum[BAND * PANEL];
     memset(sum, 0, sizeof(float) * rows * PANEL);
     if (bias) for (long i = 0; i < rows; i++) memcpy(sum + i * PANEL, bias + left, sizeof(float) * PANEL);
     for (long p = 0; p < k; p += DEPTH) {
       long depth = k - p < DEPTH ? k - p : DEPTH;
-      const REAL *slice = w + left * k + p * PANEL;
-      if (widen) for (long i = 0; i < depth * PANEL; i += LANES) {
-        __builtin_prefetch(slice + i + AHEAD * PANEL);
-        *(vec *)(wide + i) = load_REAL(slice + i);
-      }
-      for (long i = 0; i < rows; i += ROWS) {
-        int some = rows - i < ROWS ? rows - i : ROWS;
-        const float *from = x + (first + i) * k + p;
-        if (widen) rows_f32(from, k, wide, sum + i * PANEL, some, depth, 0);
-        else rows_REAL(from, k, slice, sum + i * PANEL, some, depth, i == 0);
-      }
+      for (long i = 0; i < rows; i += ROWS)
+        rows_REAL(x + (first + i) * k + p, k, 1, w + left * k + p * PANEL, sum + i * PANEL,
+                  rows - i < ROWS ? rows - i : ROWS, depth, i == 0);
     }
     for (long i = 0; i < rows; i++) memcpy(y + (first + i) * n + left, sum + i * PANEL, sizeof(float) * width);
   }

@@ -188,7 +188,7 @@ def check_ids(ids: Any) -> list[int]:
     "A copy of a list of token ids; TypeError unless each is an int (True is none)."
     if not isinstance(ids, (list, tuple)):
         raise TypeError(f"prompt_token_ids: must be a list of ints, got {type(ids).__name__}")
-    for i, token_id in enumerate(ids):
+    for i, token_id in enumerate(ids if set(map(type, ids)) - {int} else ()):
         if type(token_id) is not int:
             raise TypeError(f"prompt_token_ids[{i}]: must be an int, got {token_id!r:.40} ({type(token_id).__name__})")
     return list(ids)
@@ -225,13 +225,13 @@ class InputProcessor:
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> EngineCoreRequest:
         "The message to the core. ValueError or TypeError if the core could not serve it."
-        check_params(self.config, params, priority)
+        params = check_params(self.config, params, priority)  # a copy: the caller may use the object again
         parsed = parse_prompt(prompt)
         how = read_tokenization(tokenization_kwargs, self.config.model_config.max_model_len)
         token_ids = self.tokenize(parsed, how)
         check_length(self.config, len(token_ids))
         check_vocabulary("prompt_token_ids", token_ids, self.config.model_config.spec.vocab_size)
-        params = self.complete(params.clone(), len(token_ids))  # a copy: the caller may use the object again
+        params = self.complete(params, len(token_ids))
         arrival = time.time() if arrival_time is None else arrival_time
         return EngineCoreRequest(request_id, token_ids, params, arrival, priority, parsed.cache_salt)
 
@@ -309,16 +309,17 @@ def check_length(config: VllmConfig, prompt_len: int) -> None:
     raise ValueError(f"prompt: has {prompt_len} tokens, the limit is {most}: {why}, and the answer needs 1 of them")
 
 
-def check_params(config: VllmConfig, params: SamplingParams, priority: int) -> None:
-    "Refuses what this model or this engine cannot do; SamplingParams has checked the rest itself."
+def check_params(config: VllmConfig, params: SamplingParams, priority: int) -> SamplingParams:
+    "A copy. Refuses what this model or this engine cannot do; SamplingParams has checked the rest itself."
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params: must be SamplingParams, got {type(params).__name__}")
-    check_against_model(params, config.model_config.spec.vocab_size, config.model_config.max_logprobs)
+    params = check_against_model(params, config.model_config.spec.vocab_size, config.model_config.max_logprobs)
     if type(priority) is not int:
         raise TypeError(f"priority={priority!r} must be an int")
     policy = config.scheduler_config.policy
     if priority != 0 and policy != "priority":
         raise ValueError(f"priority={priority} means nothing with scheduling_policy={policy!r}; it needs 'priority'")
+    return params
 
 # %% ../nbs/03_input.ipynb #e5ede77d
 def default_sampling_params(generation_config: dict[str, Any]) -> SamplingParams:

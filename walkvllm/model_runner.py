@@ -199,7 +199,8 @@ class ModelRunner:
             self.last_hidden = self.last_logits = None  # their memory is free for the pass
             hidden = self.forward(flat)
             self.last_batch, self.last_hidden = flat, hidden
-            self.last_logits = self.model.compute_logits(hidden[flat.logits_indices])
+            all_last = len(hidden) == len(flat.req_ids)  # one token each: every row is its request's last
+            self.last_logits = self.model.compute_logits(hidden if all_last else hidden[flat.logits_indices])
         self._waiting_for_sample = True
 
     def forward(self, flat: FlatBatch) -> torch.Tensor:

@@ -27,6 +27,13 @@ class Limits(NamedTuple):
     open: bool = False  # the smallest itself is not allowed
     optional: bool = False  # None is
 
+    def plainly_met(self, value: Any) -> bool:
+        "Whether `value` is of this very kind and within the limits: most are, and need no closer look."
+        if value is None:
+            return self.optional
+        above = type(value) is self.kind and (value > self.smallest or (value == self.smallest and not self.open))
+        return above and value <= self.largest
+
 
 MIN_TEMPERATURE = 1e-2  # a smaller one would overflow exp() in float32, so it is raised to this; 0 is greedy
 NUMBERS = {
@@ -143,7 +150,8 @@ def check_pairs(p: SamplingParams) -> None:
 def check_params(p: SamplingParams) -> None:
     "Puts numbers into one form, and raises ValueError with the name, the value and what is allowed."
     for name, limits in NUMBERS.items():
-        setattr(p, name, check_number(name, getattr(p, name), limits))
+        if not limits.plainly_met(value := getattr(p, name)):
+            setattr(p, name, check_number(name, value, limits))
     if 0 < p.temperature < MIN_TEMPERATURE:
         p.temperature = MIN_TEMPERATURE
     for name in SWITCHES:
@@ -159,13 +167,15 @@ def check_params(p: SamplingParams) -> None:
 # %% ../nbs/02b_parameters.ipynb #9759be89
 def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     "ValueError for ids that the model has no embedding for."
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"{name}: {shown(token_id)} is outside the vocabulary (0 to {vocab_size - 1})")
 
 
-def check_against_model(p: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
-    "ValueError for what this model or this engine cannot do, or a wrong value that was set after `p` was made."
+def check_against_model(p: SamplingParams, vocab_size: int, max_logprobs: int) -> SamplingParams:
+    "A copy. ValueError for what this model or this engine cannot do, or a wrong value that was set after `p` was made."
     p = p.clone()
     for name in ("logprobs", "prompt_logprobs"):
         value, most = getattr(p, name), vocab_size if max_logprobs == -1 else max_logprobs
@@ -174,6 +184,7 @@ def check_against_model(p: SamplingParams, vocab_size: int, max_logprobs: int) -
             raise ValueError(f"{name}={asked} must be at most max_logprobs={most}, an argument of the engine")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         check_vocabulary(name, list(getattr(p, name) or []), vocab_size)
+    return p
 
 
 def check_something_is_left(p: SamplingParams) -> None:

@@ -121,7 +121,8 @@ NOT_BUILT: dict[str, Any] = {
 def refuse_what_is_not_built(p: SamplingParams) -> None:
     "Raises ValueError for a field that asks for something that walkvllm does not do."
     for name, nothing in NOT_BUILT.items():
-        value = getattr(p, name)
+        if (value := getattr(p, name)) is nothing:
+            continue
         empty = type(value) in (list, dict) and not value
         if not empty and (type(value) is not type(nothing) or value != nothing):
             raise ValueError(f"{name}={shown(value)} is not supported; only {nothing!r} is")
