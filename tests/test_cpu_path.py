@@ -52,7 +52,8 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def linear_case(seed: int) -> None:
     rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
-    m, n, k = rnd.choice([1, 2, 5, 6, 7, 13, 49, 100, 133, 270]), rnd.randint(1, 200), rnd.choice([1, 31, 128, 129, 300, 512])
+    m, n = rnd.choice([1, 2, 5, 6, 7, 13, 49, 100, 133, 270]), rnd.randint(1, 200)
+    k = rnd.choice([1, 31, 128, 129, 300, 512])
     dtype, with_bias = rnd.choice(list(cpu.SUFFIX)), rnd.random() < 0.5
     x, weight, bias = rand(gen, m, k), rand(gen, n, k).to(dtype), rand(gen, n)
     expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
@@ -112,8 +113,8 @@ def read_case(seed: int) -> None:
 def tile_case(seed: int) -> None:
     "Parts of prompts that are long enough for tiles."
     rnd = random.Random(seed)
-    requests = tuple((rnd.choice([1, FEW + 1, rnd.randint(2, 40), rnd.randint(2, 250)]), rnd.choice([0, 1, 63, 64, rnd.randint(0, 200)]))
-                     for _ in range(rnd.randint(1, 3)))  # fmt: skip
+    queries, before = [1, FEW + 1, rnd.randint(2, 40), rnd.randint(2, 250)], [0, 1, 63, 64, rnd.randint(0, 200)]
+    requests = tuple((rnd.choice(queries), rnd.choice(before)) for _ in range(rnd.randint(1, 3)))
     heads = rnd.choice([1, 2]), rnd.choice([1, 2, 3, 7]), rnd.choice([2, 20, 64, 80, 128])
     dtype = rnd.choice(list(cpu.SUFFIX))
     shape = Shape(requests, *heads, rnd.choice([4, 16, 100]), dtype=dtype, padding=rnd.choice([0, 3]))

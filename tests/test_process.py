@@ -25,7 +25,7 @@ import pytest
 from clients import CLIENTS, Engine
 from faults import FAULTS, LONG, SMALL, config, left_behind, request, run_fault, runs
 
-from walkvllm import LLM, EngineArgs, EngineDeadError, LLMEngine, SamplingParams
+from walkvllm import LLM, EngineArgs, EngineDeadError, LLMEngine, SamplingParams, mp_client
 from walkvllm.async_llm import AsyncLLM
 from walkvllm.frames import BadFrame, Kind, UtilityCall, pack
 from walkvllm.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -87,6 +87,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 # ---- it is there ----
+
 
 def test_the_core_is_elsewhere_and_answers(llm: LLM) -> None:
     client = llm.llm_engine.engine_core
@@ -155,6 +156,19 @@ llm = LLM(**{settings}, multiprocess=True)
 child = llm.llm_engine.engine_core.child
 print(child.process.pid, child.directory, sep="|", end="")
 """
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_threads_of_the_core_do_not_spin_for_long(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody has said how they are to wait."""
+    environment = Path(f"/proc/{child(llm).process.pid}/environ").read_bytes().split(b"\0")
+    own = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
+    assert own or f"GOMP_SPINCOUNT={mp_client.SPINS}".encode() in environment
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert "GOMP_SPINCOUNT" not in mp_client.child_environment()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert mp_client.child_environment()["GOMP_SPINCOUNT"] == "7"
 
 
 def test_in_a_notebook() -> None:
@@ -307,6 +321,7 @@ def test_socket_path_that_is_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
 
 # ---- errors are themselves ----
 
+
 def test_start_up_errors_are_the_same(tmp_path: Path) -> None:
     model = Path(str(Path(__file__).parent.parent / "walkvllm" / "tales-3m"))
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -439,6 +454,7 @@ def teardown_module() -> None:
 
 # ---- ids ----
 
+
 def run_to_end(client: SyncMPClient) -> dict[str, list[int]]:
     """The tokens of all open requests."""
     tokens: dict[str, list[int]] = {}
@@ -546,6 +562,7 @@ def test_open_requests_at_random() -> None:
 
 # ---- many requests, many aborts ----
 
+
 def crowd(client: SyncMPClient, here: LLM, total: int, aborts: int, seed: int) -> None:
     """Random requests, some aborted at random moments. The others get the right tokens, and all blocks come home."""
     rng = random.Random(seed)
@@ -586,6 +603,7 @@ def test_a_crowd_with_aborts(llm: LLM, total: int, aborts: int) -> None:
 
 
 # ---- the same through all clients ----
+
 
 @pytest.fixture(scope="module", params=CLIENTS)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
@@ -645,6 +663,7 @@ def test_same_seeds_and_cache(engine: Engine) -> None:
 
 
 # ---- the asynchronous engine ----
+
 
 @pytest.fixture(scope="module")
 def async_engine() -> Iterator[AsyncLLM]:
@@ -874,6 +893,7 @@ def test_a_dropped_async_engine_ends() -> None:
 
 # ---- the walk ----
 
+
 def test_walk(llm: LLM) -> None:
     stops, texts = list(llm.walk(PROMPTS, GREEDY)), dict[str, str]()
     for stop in stops:
@@ -886,6 +906,7 @@ def test_walk(llm: LLM) -> None:
 
 
 # ---- small things ----
+
 
 def test_a_client_is_told_only_by_messages() -> None:
     """The two halves share no code that holds state: what crosses is frames."""

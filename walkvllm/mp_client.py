@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'COMMAND', 'LAST_WORDS_MS', 'EngineDeadError', 'import_zmq', 'socket_directory', 'CoreProcess',
-           'ClockOffset', 'receive_from_child', 'handshake', 'caller_threads', 'OpenRequests', 'MPClient', 'last_word',
-           'SyncMPClient', 'checked', 'AsyncMPClient']
+__all__ = ['logger', 'COMMAND', 'SPINS', 'LAST_WORDS_MS', 'EngineDeadError', 'import_zmq', 'socket_directory',
+           'child_environment', 'CoreProcess', 'ClockOffset', 'receive_from_child', 'handshake', 'caller_threads',
+           'OpenRequests', 'MPClient', 'last_word', 'SyncMPClient', 'checked', 'AsyncMPClient']
 
 # %% ../nbs/04d_clients.ipynb #05bdd107
 class EngineDeadError(RuntimeError):
@@ -83,6 +83,16 @@ def socket_directory(longest: int) -> Path:
     raise ValueError(f"TMPDIR={tempfile.gettempdir()!r} must be shorter: a socket's path may have {longest} bytes")
 
 
+SPINS = 30_000  # a millisecond or two
+
+
+def child_environment() -> dict[str, str]:
+    "The core's environment: it finds what this process finds; its threads, waiting for each other, soon sleep."
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    made = os.environ | {"PYTHONPATH": path}
+    return made if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & made.keys() else made | {"GOMP_SPINCOUNT": str(SPINS)}
+
+
 class CoreProcess:
     "The core's process, the pipes and sockets to it, and their directory. `close` leaves nothing of them."
 
@@ -96,11 +106,10 @@ class CoreProcess:
             for socket, name in ((self.input_socket, "input"), (self.output_socket, "output")):
                 socket.set_hwm(0)  # no limit: sending never waits, and nothing is dropped
                 socket.bind(f"ipc://{self.directory / name}")
-            path = os.pathsep.join(p or os.getcwd() for p in sys.path)  # the child finds what this process finds
             self.process = subprocess.Popen(
                 [sys.executable, *COMMAND, str(self.directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=None if sys.__stderr__ else subprocess.DEVNULL,  # whoever runs without one
-                bufsize=0, env=os.environ | {"PYTHONPATH": path}, start_new_session=True,
+                bufsize=0, env=child_environment(), start_new_session=True,
             )  # fmt: skip
         except BaseException:
             self.context.destroy(linger=0)

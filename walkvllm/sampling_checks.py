@@ -31,8 +31,10 @@ class Limits(NamedTuple):
         "Whether `value` is of this very kind and within the limits: most are, and need no closer look."
         if value is None:
             return self.optional
-        above = type(value) is self.kind and (value > self.smallest or (value == self.smallest and not self.open))
-        return above and value <= self.largest
+        kind: type = type(value)
+        if kind is not self.kind:
+            return False
+        return self.smallest < value <= self.largest or (value == self.smallest and not self.open)
 
 
 MIN_TEMPERATURE = 1e-2  # a smaller one would overflow exp() in float32, so it is raised to this; 0 is greedy
