@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from walkvllm.kernels.compiler import build, compiler, private_directory
-from walkvllm.kernels.decoder_source import ATTENTION_STEP, DECODER, GLUE, LINEAR, LINEAR_LOOP, SHAPES
+from walkvllm.kernels.decoder_source import ATTENTION_STEP, DECODER, GLUE, LINEAR, LINEAR_LOOP, LOOK_UP, SHAPES
 
 logger = logging.getLogger("walkvllm")
 
@@ -290,7 +290,7 @@ def for_both_types(source: str) -> str:
 
 
 TYPED = "".join(map(for_both_types, (LINEAR, LINEAR_LOOP, WRITE, READ, READ_TILE, READ_LOOP)))
-SOURCE = VECTORS + GLUE + CHECKS + TYPED + SHAPES + for_both_types(ATTENTION_STEP) + DECODER
+SOURCE = VECTORS + GLUE + CHECKS + TYPED + SHAPES + for_both_types(ATTENTION_STEP) + LOOK_UP + DECODER
 
 # %% ../nbs/kernels/11c_cpu.ipynb #54d35afe
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}

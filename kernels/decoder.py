@@ -117,17 +117,19 @@ class Layer(ctypes.Structure):
 class Decoding(ctypes.Structure):
     """C's `Step`, what is the same for all layers of one: addresses, sizes, and two numbers."""
 
-    POINTERS = ("x", "out", "normed", "qkv", "read", "delta", "gate_up", "act", "norm", "angles", "slots", "table",
-                "seq_lens", "starts")  # fmt: skip
+    POINTERS = ("x", "angles", "out", "normed", "qkv", "read", "delta", "gate_up", "act", "norm", "rope", "words",
+                "ids", "positions", "slots", "table", "seq_lens", "starts")  # fmt: skip
     SIZES = ("layers", "tokens", "requests", "table_stride", "heads", "kv_heads", "dim", "hidden", "block_size",
-             "blocks", "half", "threads")  # fmt: skip
+             "blocks", "half", "num_words", "half_words", "num_positions", "threads")  # fmt: skip
     _fields_ = [*((name, ctypes.c_void_p) for name in POINTERS), *((name, ctypes.c_long) for name in SIZES),
                 ("eps", ctypes.c_float), ("scale", ctypes.c_float)]  # fmt: skip
 
 # %% ../nbs/kernels/11e_decoder.ipynb #b3232d58
 def run_decoder(layers: ctypes.Array[Layer], step: Decoding) -> None:
-    """All layers, in one call. IndexError for a slot or a block outside of the pool; nothing is written then."""
+    """All layers, in one call. IndexError for what is outside of the pool or the tables; nothing is written then."""
     step.layers, step.threads = len(layers), torch.get_num_threads()
     if bad := functions().decoder(layers, ctypes.byref(step)):
-        what = ("a slot", "a block id")[bad - 1]
-        raise IndexError(f"{what} is outside of the pool of {step.blocks} blocks of {step.block_size} slots")
+        pool = f"the pool of {step.blocks} blocks of {step.block_size} slots"
+        limits = (("slot", pool), ("block id", pool), ("token id", f"the vocabulary of {step.num_words}"),
+                  ("position", f"the {step.num_positions} that rope was prepared for"))  # fmt: skip
+        raise IndexError("a {} is outside of {}".format(*limits[bad - 1]))

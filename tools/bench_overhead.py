@@ -5,7 +5,7 @@
 
 share: a step of SmolLM2-135M in bfloat16 with 16 requests. growth: the same engine with a model that answers at once
 with random logits, so that 1,024 requests and contexts of 8,192 tokens cost nothing but what is to be measured. trace:
-recorded steps of three workloads. start: imports and the first token of a fresh process. The clock of the first two is
+recorded steps of (a) and (b). start: imports and the first token of a fresh process. The clock of the first two is
 the processor time of the thread, which a busy machine disturbs little; trace and start want a quiet one.
 """
 
@@ -339,11 +339,11 @@ def recorded(engine: LLMEngine, load: Load, steps: int) -> Recorded:
 
 
 def trace(steps: int, threads: int) -> list[dict[str, Any]]:
-    """A prefill step and a median decode step of three workloads."""
+    """A prefill step and a median decode step of some workloads."""
     rows, steps = [], min(steps, 100)
     torch.set_num_threads(threads)
     for name, path, dtype, load in (
-        ("a", EMBEDDED, "float32", Load(1, context=32)), ("a", EMBEDDED, "float32", Load(16, context=32)),
+        *(("a", EMBEDDED, "float32", Load(n, context=32)) for n in (1, 16, 64)),
         ("b", smol_model(), "bfloat16", Load(16, context=64)),
     ):  # fmt: skip
         engine = real_engine(path, dtype, load, steps + 60)

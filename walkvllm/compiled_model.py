@@ -33,6 +33,7 @@ class Workspace:
         qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
         self.widths = {"normed": hidden, "qkv": qkv, "read": heads, "delta": hidden, "gate_up": 2 * inner, "act": inner}
+        self.widths |= {"x": hidden, "angles": spec.head_dim}  # for one call: pieces get theirs from torch
         self.memory: dict[str, Tensor] = {}
         self.views: dict[str, Tensor] = {}
         self.tokens, self.room = 0, 0
@@ -68,7 +69,10 @@ class CompiledLM(CausalLM):
         self.rope_table = rope_table(spec.rope, spec.head_dim, longest)
         self.workspace = Workspace(spec)
         self.step = Decoding(heads=spec.num_heads, kv_heads=spec.num_kv_heads, dim=spec.head_dim,
-                             hidden=spec.hidden_size, norm=at(self.norm), eps=spec.rms_norm_eps, scale=self.scale)
+                             hidden=spec.hidden_size, norm=at(self.norm), eps=spec.rms_norm_eps, scale=self.scale,
+                             words=at(self.embed_tokens, self.embed_tokens.dtype), num_words=spec.vocab_size,
+                             half_words=self.embed_tokens.dtype == torch.bfloat16, rope=at(self.rope_table),
+                             num_positions=longest)  # fmt: skip
         self.in_one_call = all(isinstance(linear, PackedLinear) for layer in self.packed for linear in layer)
         self.table: tuple[list[int], ctypes.Array[Layer]] | None = None  # for caches at these addresses
 
@@ -81,9 +85,9 @@ class CompiledLM(CausalLM):
         backend: AttentionBackend,
     ) -> Tensor:
         "Returns the last hidden state of each token, [T, H] float32; each token's K and V are in the caches."
-        x, angles = F.embedding(input_ids, self.embed_tokens).float(), self.rope_table[positions]
         if self.in_one_call and backend.name == "cpu" and kv_caches[0].dtype in SUFFIX:
-            return self.in_c(x, angles, kv_caches, meta)
+            return self.in_c(input_ids, positions, kv_caches, meta)
+        x, angles = F.embedding(input_ids, self.embed_tokens).float(), self.rope_table[positions]
         return self.in_pieces(x, angles, kv_caches, meta, backend)
 
     def in_pieces(
@@ -92,7 +96,7 @@ class CompiledLM(CausalLM):
     ) -> Tensor:  # fmt: skip
         "All layers from x [T, H], call by call."
         tokens, eps, heads, dim = len(x), self.spec.rms_norm_eps, self.spec.num_heads, self.spec.head_dim
-        normed, qkv, _, delta, gate_up, act = self.workspace.of(tokens).values()
+        normed, qkv, _, delta, gate_up, act, *_ = self.workspace.of(tokens).values()
         added, split = None, qkv.view(tokens, -1, dim)
         query = split[:, :heads]
         for (to_qkv, to_out, to_gate_up, down), (first, second, qk), kv_cache in zip(
@@ -121,18 +125,22 @@ class CompiledLM(CausalLM):
             self.table = addresses, (Layer * len(layers))(*layers)
         return self.table[1]
 
-    def in_c(self, x: Tensor, angles: Tensor, kv_caches: list[Tensor], meta: CommonAttentionMetadata) -> Tensor:
-        "The same in one call."
-        layers, step, out = self.layer_table(kv_caches), self.step, torch.empty_like(x)
-        if meta.num_actual_tokens < len(x):
-            self.workspace.of(len(x))["read"].zero_()  # what attention leaves out: rows of padding
-        for name, memory in self.workspace.of(len(x)).items():
+    def in_c(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], meta: CommonAttentionMetadata
+    ) -> Tensor:  # fmt: skip
+        "The same in one call, which looks up x and the angles by itself."
+        layers, step, tokens = self.layer_table(kv_caches), self.step, len(input_ids)
+        out = torch.empty(tokens, self.spec.hidden_size)
+        if meta.num_actual_tokens < tokens:
+            self.workspace.of(tokens)["read"].zero_()  # what attention leaves out: rows of padding
+        for name, memory in self.workspace.of(tokens).items():
             setattr(step, name, memory.data_ptr())
-        step.x, step.out, step.angles, step.slots = at(x), at(out), at(angles), at(meta.slot_mapping, torch.int64)
+        step.out, step.slots = at(out), at(meta.slot_mapping, torch.int64)
+        step.ids, step.positions = at(input_ids, torch.int64), at(positions, torch.int64)
         table = meta.block_table if meta.block_table.stride(1) == 1 else meta.block_table.contiguous()
         step.table, step.table_stride = at(table[0], torch.int32), table.stride(0)
         step.seq_lens, step.starts = at(meta.seq_lens, torch.int32), at(meta.query_start_loc, torch.int32)
-        step.tokens, step.requests, step.half = len(x), meta.num_reqs, kv_caches[0].dtype == torch.bfloat16
+        step.tokens, step.requests, step.half = tokens, meta.num_reqs, kv_caches[0].dtype == torch.bfloat16
         step.blocks, step.block_size = kv_caches[0].shape[1:3]
         run_decoder(layers, step)
         return out

@@ -18,8 +18,8 @@ from .spec import ModelSpec, read_spec
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'CHOICES', 'SMALLEST', 'BYTES', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'VllmConfig',
-           'EngineArgs', 'check_engine_args', 'read_json', 'model_directory', 'resolve_generation_config',
+__all__ = ['logger', 'CHOICES', 'SMALLEST', 'LARGEST_HEAD', 'BYTES', 'ModelConfig', 'CacheConfig', 'SchedulerConfig',
+           'VllmConfig', 'EngineArgs', 'check_engine_args', 'read_json', 'model_directory', 'resolve_generation_config',
            'resolve_dtype', 'resolve_max_model_len', 'resolve_backend', 'has_driver', 'on_gpu', 'capture_sizes',
            'block_bytes', 'resolve_num_blocks', 'useful_blocks', 'with_num_blocks', 'fit_pool']
 
@@ -114,7 +114,7 @@ class EngineArgs:
         spec = read_spec(read_json(path / "config.json"))
         dtype = resolve_dtype(self.dtype, spec)
         wanted = resolve_max_model_len(self.max_model_len, spec)
-        backend = resolve_backend(self.attention_backend)
+        backend = resolve_backend(self.attention_backend, spec.head_dim)
         gpu, most = on_gpu(backend), min(self.max_num_seqs, self.max_num_batched_tokens)
         num_blocks = resolve_num_blocks(self, spec, dtype, wanted, gpu)
         max_model_len = fit_pool(wanted, num_blocks, self.block_size)
@@ -227,11 +227,19 @@ def resolve_max_model_len(wanted: int | None, spec: ModelSpec) -> int:
     return wanted or longest
 
 
-def resolve_backend(name: str) -> str:
-    "The attention backend; for auto, Triton where there is a CUDA device."
-    if name != "auto":
-        return name
-    return "triton" if on_gpu("triton") else "cpu"
+LARGEST_HEAD = 256  # numbers of a head that the Triton kernels are made for
+
+
+def resolve_backend(name: str, head_dim: int) -> str:
+    "The attention backend; for auto, Triton where there is a CUDA device. ValueError for heads too large for it."
+    if name == "auto":
+        name = "triton" if on_gpu("triton") else "cpu"
+    if name == "triton" and head_dim > LARGEST_HEAD:
+        raise ValueError(
+            f"attention_backend='triton' takes heads of up to {LARGEST_HEAD} numbers, this model's have {head_dim}; "
+            "'torch' takes any"
+        )
+    return name
 
 
 def has_driver() -> bool:

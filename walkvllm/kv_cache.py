@@ -97,7 +97,7 @@ class Request:
         "Adds one sampled token, and the hash of the block that it fills, if it fills one."
         self.all_token_ids.append(token_id)
         self.num_tokens += 1
-        if self.block_hasher is not None:
+        if self.block_hasher is not None and self.num_tokens % self.block_hasher.block_size == 0:
             self.block_hasher(self)
 
     @property

@@ -184,6 +184,8 @@ class SamplingColumns:
 
     def _forbidden(self, fixed: Fixed, token_ids: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         "[N, 2] (row, token id) that must not be made in this step: the ends that are too early, and bad words."
+        if not len(fixed.ends) and not len(fixed.places):
+            return fixed.ends[:, :2]  # nobody asks for such a thing
         early = fixed.ends[num_tokens[fixed.rows[fixed.ends[:, 0]]] < fixed.ends[:, 2], :2]
         if not len(fixed.places):
             return early

@@ -15,7 +15,8 @@ between such. Below a share of 0.98 a peer is refused.
 vLLM runs with both of its thread bindings once; the faster one takes part in the rounds. What "tunables" adds is
 GLIBC_TUNABLES for the peers and for us alike: large pages for malloc, and nothing given back between steps.
 
-The result, build/bench/bench.json (--record: also walkvllm/data/bench.json, which the performance page shows):
+The result, build/bench/bench.json (--record: also walkvllm/data/bench.json, which the performance page shows beside
+the record before it, which becomes bench_before.json):
 
     {"machine": {"date", "cpu", "cores", "threads", "memory_GB", "flags": {"amx_bf16": bool, "avx512_bf16": bool},
                  "versions": {...}, "load_average": [at the start, at the end], "rounds", "minutes"},
@@ -66,6 +67,7 @@ TUNABLES = ":".join(f"glibc.malloc.{key}={value}" for key, value in MALLOC.items
 TUNED = ("a16", "b6", "c1")  # with --tunables both: what is run with them too
 GUESS = {"b1": 1.0, "b6": 4.0, "b16": 7.0, "c1": 3.5, "c16": 7.0, "d": 3.5, "e": 1.2, "e-off": 4.0}  # seconds of a turn
 RECORD = ROOT / "walkvllm" / "data" / "bench.json"
+BEFORE = RECORD.with_name("bench_before.json")
 
 
 def say(text: str) -> None:
@@ -403,6 +405,7 @@ def main() -> None:
     start = time.time()
     works = workloads(args.workloads, args.out.parent / "workloads", args.small)
     missing = prepare(args, works)
+    former = RECORD.read_text() if args.record else ""
     say(f"{len(works)} workloads, {len(args.names)} peers, {args.rounds} rounds: {estimate(works, args.names, args)}")
     yardsticks = json.loads(subprocess.check_output([sys.executable, str(ROOT / "tools/bench/yardsticks.py"),
                                                      str(args.threads)]))  # fmt: skip
@@ -423,18 +426,19 @@ def main() -> None:
         if args.tunables != "off" and tuned:
             result["runs"] += run_group(tuned, args.names, args, True, bad, binds)
         result["machine"]["minutes"] = round((time.time() - start) / 60, 1)
-        write(result, args)
+        write(result, args, former)
     say(f"\n{(time.time() - start) / 60:.1f} minutes; written: {args.out}")
 
 
-def write(result: dict[str, Any], args: argparse.Namespace) -> None:
-    """Stores what is there so far."""
+def write(result: dict[str, Any], args: argparse.Namespace, former: str) -> None:
+    """Stores what is there so far, and with --record the `former` record beside it."""
     result["machine"]["load_average"][1:] = [round(os.getloadavg()[0], 1)]
     text = json.dumps(result, indent=1) + "\n"
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(text)
     if args.record:
         RECORD.write_text(text)
+        BEFORE.write_text(former)
 
 
 if __name__ == "__main__":
