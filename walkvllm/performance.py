@@ -14,8 +14,8 @@ from .overhead import COLOUR, OUTSIDE_LIMIT, PEERS, log_place, points_of, reache
 from .show import Picture, _legend, _rect, _svg, _text
 
 # %% auto #0
-__all__ = ['Spread', 'VLLM', 'TRANSFORMERS', 'RATIOS', 'title_of', 'in_order', 'ratios', 'compared', 'show_beside',
-           'rows_of', 'tuned', 'Target', 'runs_of', 'ratio_targets', 'other_targets']
+__all__ = ['Spread', 'VLLM', 'TRANSFORMERS', 'RATIOS', 'title_of', 'in_order', 'ratios', 'ratio_rows', 'compared',
+           'show_beside', 'rows_of', 'tuned', 'Target', 'runs_of', 'ratio_targets', 'other_targets']
 
 # %% ../nbs/19_performance.ipynb #51aa06a6
 Spread = tuple[float, float, float]  # median, smallest, largest
@@ -39,6 +39,13 @@ def ratios(bench: Mapping[str, Any], part: str) -> dict[str, dict[str, Spread]]:
     return {name: peers for name, peers in found.items() if peers}
 
 
+def ratio_rows(bench: Mapping[str, Any], part: str) -> list[dict[str, str]]:
+    "The same as rows of a table, with our own number in front."
+    ours = {title_of(run): run["peers"]["walkvllm"]["output_tokens_per_s"] for run in bench["runs"]}
+    return [{"run": name, "tokens/s": f"{ours[name]:,.4g}"} | {peer: f"{s[0]:.2f}×" for peer, s in peers.items()}
+            for name, peers in ratios(bench, part).items()]  # fmt: skip
+
+# %% ../nbs/19_performance.ipynb #ca3864fd
 def compared(bench: Mapping[str, Any], key: str) -> dict[str, dict[str, Spread]]:
     "By run and peer, a peer's number by ours."
     found: dict[str, dict[str, Spread]] = {}
@@ -117,12 +124,17 @@ class Target:
         "Where it was not reached."
         return [k for k, v in self.values.items() if (v > self.limit if self.at_most else v < self.limit)]
 
-    def row(self, obstacles: Mapping[str, str]) -> dict[str, str]:
-        "The target as a row of a table."
-        said = ", ".join(f"{name}: {value:.2f}" for name, value in self.values.items())
-        met = "no number" if not self.values else f"missed: {', '.join(self.missed)}" if self.missed else "met"
-        obstacle = obstacles.get(self.name, "") if self.missed else ""
-        return {"target": self.name, "measured": said or "–", "": met, "what stands in the way": obstacle}
+    @property
+    def said(self) -> str:
+        "The numbers in a line."
+        return ", ".join(f"{name}: {value:.2f}" for name, value in self.values.items()) or "–"
+
+    def row(self, before: Target, obstacles: Mapping[str, str]) -> dict[str, str]:
+        "The target as a row of a table, beside the same target in the run before. It is met if both say so."
+        missed = [name for name in self.values if name in self.missed + before.missed]
+        met = "no number" if not self.values else f"missed: {', '.join(missed)}" if missed else "met"
+        return {"target": self.name, "measured": self.said, "the run before": "" if before == self else before.said,
+                "": met, "what stands in the way": obstacles.get(self.name, "") if missed else ""}  # fmt: skip
 
 # %% ../nbs/19_performance.ipynb #7b01e95e
 VLLM, TRANSFORMERS = ("vllm-0.22.0", "vllm-newest"), ("transformers", "transformers-continuous")
