@@ -14,8 +14,8 @@ from .overhead import COLOUR, OUTSIDE_LIMIT, PEERS, log_place, points_of, reache
 from .show import Picture, _legend, _rect, _svg, _text
 
 # %% auto #0
-__all__ = ['Spread', 'VLLM', 'TRANSFORMERS', 'RATIOS', 'title_of', 'in_order', 'ratios', 'ratio_rows', 'compared',
-           'show_beside', 'rows_of', 'tuned', 'Target', 'runs_of', 'ratio_targets', 'other_targets']
+__all__ = ['Spread', 'VLLM', 'TRANSFORMERS', 'RATIOS', 'title_of', 'in_order', 'ratios', 'short', 'ratio_rows',
+           'compared', 'show_beside', 'rows_of', 'tuned', 'Target', 'runs_of', 'ratio_targets', 'other_targets']
 
 # %% ../nbs/19_performance.ipynb #51aa06a6
 Spread = tuple[float, float, float]  # median, smallest, largest
@@ -39,10 +39,15 @@ def ratios(bench: Mapping[str, Any], part: str) -> dict[str, dict[str, Spread]]:
     return {name: peers for name, peers in found.items() if peers}
 
 
+def short(value: float) -> str:
+    "A number with three digits or more."
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def ratio_rows(bench: Mapping[str, Any], part: str) -> list[dict[str, str]]:
     "The same as rows of a table, with our own number in front."
     ours = {title_of(run): run["peers"]["walkvllm"]["output_tokens_per_s"] for run in bench["runs"]}
-    return [{"run": name, "tokens/s": f"{ours[name]:,.4g}"} | {peer: f"{s[0]:.2f}×" for peer, s in peers.items()}
+    return [{"run": name, "tokens/s": short(ours[name])} | {peer: f"{s[0]:.2f}×" for peer, s in peers.items()}
             for name, peers in ratios(bench, part).items()]  # fmt: skip
 
 # %% ../nbs/19_performance.ipynb #ca3864fd
@@ -75,7 +80,7 @@ def show_beside(
         parts.append(_text(place(tick), bottom + 9, f"{tick:g}×", 8, more='text-anchor="middle"'))
     for n, (name, peers) in enumerate(rows.items()):
         y = 14 * n + 25
-        said = f"{ours[name]:,.4g} {unit}"
+        said = f"{short(ours[name])} {unit}"
         parts += [_text(0, y + 3, name, 9), _text(106, y + 3, said, 8.5, more='text-anchor="end"')]
         for peer, (middle, least, most) in peers.items():
             says.append(f"{name} {peer} {middle:.2f}")
