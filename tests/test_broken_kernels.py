@@ -209,6 +209,7 @@ def fused_checks(far: Far) -> Iterator[Callable[[], None]]:
 def top_checks(far: Far) -> Iterator[Callable[[], None]]:
     yield partial(far_away, fused_cases.far_top_k, far)
     yield partial(fused_cases.test_a_row_without_top_p_keeps_all, None)
+    yield fused_cases.test_zeros_of_both_signs_are_equal
     for seed in range(17):  # 16: a run of them
         yield partial(with_patch, fused_cases.test_top_k_top_p, seed)
 

@@ -224,6 +224,14 @@ def test_a_row_without_top_p_keeps_all(top_k: int | None) -> None:
         assert (got[1] > float("-inf")).nonzero()[:, 0].tolist() == [0, 1]
 
 
+def test_zeros_of_both_signs_are_equal() -> None:
+    """As the k-th largest, they all stay."""
+    logits, k = torch.tensor([[-0.0, 0.0, -1.0, 0.0, -0.0]]), torch.tensor([1])
+    for run, where in RULES:
+        got = run(logits.to(where, copy=True), k.to(where), None).cpu()
+        assert (got[0] > float("-inf")).nonzero()[:, 0].tolist() == [0, 1, 3, 4], run.__name__
+
+
 class SmallTiles:
     """Stands for `triton` where a launch chooses its tile."""
 
