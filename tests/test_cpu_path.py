@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -177,6 +178,25 @@ CASES: dict[str, Callable[[int], None]] = {
 def test_random_cases(what: str, first: int, threads: int) -> None:
     for seed in range(first, first + 30):
         CASES[what](seed)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have vectors of one length")
+@pytest.mark.parametrize("march, lanes, needed", [
+    ("x86-64", 4, set()), ("haswell", 8, {"avx2", "fma", "bmi2"}), ("skylake-avx512", 16, {"avx512bw", "avx512vl"}),
+])  # fmt: skip
+def test_vectors_of_other_machines(march: str, lanes: int, needed: set[str], tmp_path: Path,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    if needed - compiler.cpu_features():
+        pytest.skip(f"this processor has no {', '.join(sorted(needed - compiler.cpu_features()))}")
+    flags = [f"-march={march}" if flag == "-march=native" else flag for flag in compiler.FLAGS]
+    monkeypatch.setattr(compiler, "FLAGS", flags)
+    made = cpu.load(compiler.build(cpu.SOURCE, tmp_path, compiler.compiler()))
+    monkeypatch.setattr(cpu, "library", lambda: made)
+    assert made.lanes() == lanes
+    for what in CASES.values():
+        for seed in range(10):
+            what(seed)
 
 
 @needs_compiler
