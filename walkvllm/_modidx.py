@@ -826,6 +826,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'walkvllm.performance.ratios': ('performance.html#ratios', 'walkvllm/performance.py'),
                                       'walkvllm.performance.rows_of': ('performance.html#rows_of', 'walkvllm/performance.py'),
                                       'walkvllm.performance.runs_of': ('performance.html#runs_of', 'walkvllm/performance.py'),
+                                      'walkvllm.performance.short': ('performance.html#short', 'walkvllm/performance.py'),
                                       'walkvllm.performance.show_beside': ('performance.html#show_beside', 'walkvllm/performance.py'),
                                       'walkvllm.performance.title_of': ('performance.html#title_of', 'walkvllm/performance.py'),
                                       'walkvllm.performance.tuned': ('performance.html#tuned', 'walkvllm/performance.py')},
