@@ -1,7 +1,7 @@
 """The pages between text, notebook, module and stored output.
 
   text   [PAGE...]   notebook -> nbs_py/, to edit as plain Python (jupytext py:percent)
-  build  [PAGE...]   text -> notebook (cell ids stay), export, run, store the outputs
+  build  [PAGE...]   text -> notebook (cell ids stay), export all pages, run, store the outputs
   export [PAGE...]   notebook -> module; without PAGE all of them, and walkvllm/_modidx.py
   run    [PAGE...]   run the notebooks and store their outputs
   check  [PAGE...]   change nothing; say where notebooks, modules and outputs disagree
@@ -342,7 +342,9 @@ def main() -> None:
     if args.command == "text":
         for stem in chosen:
             print(f"  {take_page(stem, args.force)} {TEXT.name}/{stem}.py")
-    if args.command in ("build", "export"):
+    if args.command == "build":  # the index of symbols needs all
+        export([s for s in stems() if notebook(s).exists()], everything=True)
+    if args.command == "export":
         export(chosen, everything=not args.page)
     if args.command == "run" or args.command == "build" and not args.no_run:
         for stem in chosen:
