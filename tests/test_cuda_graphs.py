@@ -413,7 +413,6 @@ def test_the_runner_measures(gpu: Any, eager: bool, monkeypatch: pytest.MonkeyPa
 
 def test_the_largest_step_is_the_largest(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No real step scores more rows than the one that was measured, and none begins while the last one's are kept."""
-    runner: Any = None
     scored: list[int] = []
     compute, forward = CausalLM.compute_logits, model_runner.ModelRunner.forward
 

@@ -88,7 +88,6 @@ def environment(**more: str) -> dict[str, str]:
 
 # ---- it is there ----
 
-
 def test_the_core_is_elsewhere_and_answers(llm: LLM) -> None:
     client = llm.llm_engine.engine_core
     assert client.child.process.pid != os.getpid() and not hasattr(client, "engine_core")
@@ -321,7 +320,6 @@ def test_socket_path_that_is_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
 
 # ---- errors are themselves ----
 
-
 def test_start_up_errors_are_the_same(tmp_path: Path) -> None:
     model = Path(str(Path(__file__).parent.parent / "walkvllm" / "tales-3m"))
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -454,7 +452,6 @@ def teardown_module() -> None:
 
 # ---- ids ----
 
-
 def run_to_end(client: SyncMPClient) -> dict[str, list[int]]:
     """The tokens of all open requests."""
     tokens: dict[str, list[int]] = {}
@@ -562,7 +559,6 @@ def test_open_requests_at_random() -> None:
 
 # ---- many requests, many aborts ----
 
-
 def crowd(client: SyncMPClient, here: LLM, total: int, aborts: int, seed: int) -> None:
     """Random requests, some aborted at random moments. The others get the right tokens, and all blocks come home."""
     rng = random.Random(seed)
@@ -603,7 +599,6 @@ def test_a_crowd_with_aborts(llm: LLM, total: int, aborts: int) -> None:
 
 
 # ---- the same through all clients ----
-
 
 @pytest.fixture(scope="module", params=CLIENTS)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
@@ -663,7 +658,6 @@ def test_same_seeds_and_cache(engine: Engine) -> None:
 
 
 # ---- the asynchronous engine ----
-
 
 @pytest.fixture(scope="module")
 def async_engine() -> Iterator[AsyncLLM]:
@@ -893,7 +887,6 @@ def test_a_dropped_async_engine_ends() -> None:
 
 # ---- the walk ----
 
-
 def test_walk(llm: LLM) -> None:
     stops, texts = list(llm.walk(PROMPTS, GREEDY)), dict[str, str]()
     for stop in stops:
@@ -906,7 +899,6 @@ def test_walk(llm: LLM) -> None:
 
 
 # ---- small things ----
-
 
 def test_a_client_is_told_only_by_messages() -> None:
     """The two halves share no code that holds state: what crosses is frames."""
