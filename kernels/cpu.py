@@ -19,9 +19,9 @@ from walkvllm.kernels.decoder_source import ATTENTION_STEP, DECODER, GLUE, LINEA
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'VECTORS', 'WRITE', 'READ', 'READ_TILE', 'CHECKS', 'READ_LOOP', 'TYPED', 'SOURCE', 'SUFFIX',
-           'SIGNATURES', 'LETTERS', 'for_both_types', 'load', 'library', 'at', 'functions', 'halves', 'rope_and_write',
-           'in_rows', 'read_paged']
+__all__ = ['logger', 'VECTORS', 'WRITE', 'READ', 'READ_TILE', 'SHARED', 'CHECKS', 'READ_LOOP', 'TYPED', 'SOURCE',
+           'SUFFIX', 'SIGNATURES', 'LETTERS', 'for_both_types', 'load', 'library', 'at', 'functions', 'halves',
+           'rope_and_write', 'in_rows', 'read_paged']
 
 # %% ../nbs/kernels/11c_cpu.ipynb #7a821c6c
 VECTORS = r"""
@@ -175,18 +175,20 @@ static void heads_REAL(const float *q, const REAL *k, const REAL *v, long stride
 
 # %% ../nbs/kernels/11c_cpu.ipynb #e1d7e567
 READ_TILE = r"""
-// count tokens of one request, the first at position `first`, for one KV head: q and out point at its first query head
+// count tokens of one request, the first at position `first`, for one KV head: q and out point at its first query head.
+// With a state [count, heads, 2] the tokens are of `count` requests: all read `first` keys, and are not done with that
 static void tile_of_REAL(float *out, const float *q, long q_stride, const REAL *k_cache, const REAL *v_cache,
                          const int32_t *blocks, long block_size, long first, long count, long group, long width,
-                         long heads, long dim, float scale) {
+                         long heads, long dim, float scale, float *state) {
+  long end = state ? first : first + count;
   float turned[dim * PANEL], o[dim * PANEL], p[KEYS * PANEL], k[KEYS * dim + LANES], v[KEYS * dim + LANES];
   float top[PANEL], sum[PANEL], most[PANEL], fade[PANEL];
   memset(turned, 0, sizeof turned), memset(o, 0, sizeof o);
   for (int i = 0; i < PANEL; i++) top[i] = -INFINITY, sum[i] = 0;
   for (long i = 0; i < count * group; i++) for (long d = 0; d < dim; d++)
     turned[d * PANEL + i] = q[i / group * q_stride + i % group * dim + d] * scale;
-  for (long base = 0; base < first + count; base += KEYS) {
-    long keys = first + count - base < KEYS ? first + count - base : KEYS;
+  for (long base = 0; base < end; base += KEYS) {
+    long keys = end - base < KEYS ? end - base : KEYS;
     for (long j = 0; j < keys; j++) {
       long at = (blocks[(base + j) / block_size] * block_size + (base + j) % block_size) * width;
       for (long d = 0; d < dim; d += LANES) {
@@ -209,8 +211,35 @@ static void tile_of_REAL(float *out, const float *q, long q_stride, const REAL *
     for (long d = 0; d < dim; d += ROWS)
       rows_f32(v + d, 1, dim, p, o + d * PANEL, dim - d < ROWS ? dim - d : ROWS, keys, 0);
   }
-  for (long i = 0; i < count * group; i++) for (long d = 0; d < dim; d++)
-    out[(i / group * heads + i % group) * dim + d] = o[d * PANEL + i] / sum[i];
+  for (long i = 0; i < count * group; i++) {
+    long at = i / group * heads + i % group;
+    for (long d = 0; d < dim; d++) out[at * dim + d] = state ? o[d * PANEL + i] : o[d * PANEL + i] / sum[i];
+    if (state) state[2 * at] = top[i], state[2 * at + 1] = sum[i];
+  }
+}
+"""
+
+# %% ../nbs/kernels/11c_cpu.ipynb #5299be0d
+SHARED = r"""
+INLINE long tile_size(long group) { return group < PANEL ? PANEL / group : 1; }  // in tokens
+// shared [requests]: how many keys at its start a request reads in one tile with its neighbours; returns 1 if any does
+int find_shared(int32_t *shared, const int32_t *table, long table_stride, const int32_t *seq_lens,
+                const int32_t *starts, long requests, long block_size, long group) {
+  long any = 0, tile = tile_size(group);
+  for (long r = 0; r < requests; r += tile) {
+    long count = requests - r < tile ? requests - r : tile, keys = 0;
+    long least = count == 1 || 3 * count * group < PANEL ? 0 : seq_lens[r];  // too few for a tile?
+    for (long i = r; i < r + count; i++)
+      least = starts[i + 1] - starts[i] != 1 ? 0 : seq_lens[i] < least ? seq_lens[i] : least;
+    for (long i = 1; keys + block_size <= least; keys += block_size, i = 1) {
+      const int32_t *block = table + r * table_stride + keys / block_size;
+      while (i < count && block[i * table_stride] == *block) i++;
+      if (i < count) break;
+    }
+    for (long i = r; i < r + count; i++) shared[i] = keys < KEYS ? 0 : keys;
+    any |= keys >= KEYS;
+  }
+  return any;
 }
 """
 
@@ -229,13 +258,14 @@ static int outside(const int32_t *table, long table_stride, const int32_t *seq_l
 }
 """
 
-# %% ../nbs/kernels/11c_cpu.ipynb #c87b882a
+# %% ../nbs/kernels/11c_cpu.ipynb #ef4726d1
 READ_LOOP = r"""
 static void read_REAL(float *out, const float *q, long q_stride, const REAL *k_cache, const REAL *v_cache,
                       const int32_t *table, long table_stride, const int32_t *seq_lens, const int32_t *starts,
-                      long requests, long heads, long kv_heads, long dim, long block_size, float scale, long threads) {
+                      long requests, long heads, long kv_heads, long dim, long block_size, float scale, long threads,
+                      const int32_t *shared, float *state) {
   long tokens = starts[requests], parts = tokens < threads ? kv_heads : 1, group = heads / kv_heads;
-  long tile = group < PANEL ? PANEL / group : 1;
+  long tile = tile_size(group);
   if (tokens > requests) _Pragma("omp for schedule(dynamic) nowait")
   for (long item = tokens * kv_heads - 1; item >= 0; item--) {  // a prompt's last tiles see the most keys
     long t = item / kv_heads, h = item % kv_heads, r = request_of(t, starts, requests), end = starts[r + 1];
@@ -244,18 +274,29 @@ static void read_REAL(float *out, const float *q, long q_stride, const REAL *k_c
       tile_of_REAL(out + (t * heads + g) * dim, q + t * q_stride + g * dim, q_stride, k_cache + h * dim,
                    v_cache + h * dim, table + r * table_stride, block_size, seq_lens[r] - (end - t),
                    end - t < tile ? end - t : tile, (h + 1) * group - g < PANEL ? (h + 1) * group - g : PANEL,
-                   kv_heads * dim, heads, dim, scale);
+                   kv_heads * dim, heads, dim, scale, NULL);
+  }
+  if (state) _Pragma("omp for schedule(dynamic)")
+  for (long item = 0; item < (requests + tile - 1) / tile * kv_heads; item++) {
+    long r = item / kv_heads * tile, h = item % kv_heads * group, t = starts[r];
+    if (shared[r]) tile_of_REAL(out + (t * heads + h) * dim, q + t * q_stride + h * dim, q_stride,
+                                k_cache + h / group * dim, v_cache + h / group * dim, table + r * table_stride,
+                                block_size, shared[r], requests - r < tile ? requests - r : tile, group,
+                                kv_heads * dim, heads, dim, scale, state + 2 * (r * heads + h));
   }
   _Pragma("omp for schedule(dynamic)")
   for (long item = 0; item < tokens * parts; item++) {
-    long t = item / parts, r = request_of(t, starts, requests);
+    long t = item / parts, r = request_of(t, starts, requests), done = state ? shared[r] : 0;
     if (starts[r + 1] - starts[r] > FEW) continue;
     long keys = seq_lens[r] - (starts[r + 1] - 1 - t);  // up to the token itself
     long h0 = item % parts * kv_heads / parts, h1 = (item % parts + 1) * kv_heads / parts;
     float top[heads], sum[heads], *o = out + t * heads * dim;
-    for (long h = h0 * group; h < h1 * group; h++) top[h] = -INFINITY, sum[h] = 0;
-    memset(o + h0 * group * dim, 0, sizeof(float) * (h1 - h0) * group * dim);
-    for (long first = 0; first < keys; first += block_size) {
+    for (long h = h0 * group; h < h1 * group; h++) {
+      top[h] = done ? state[2 * (r * heads + h)] : -INFINITY;
+      sum[h] = done ? state[2 * (r * heads + h) + 1] : 0;
+    }
+    if (!done) memset(o + h0 * group * dim, 0, sizeof(float) * (h1 - h0) * group * dim);
+    for (long first = done; first < keys; first += block_size) {
       long block = table[r * table_stride + first / block_size];
       long here = keys - first < block_size ? keys - first : block_size;
       for (long h = h0; h < h1; h++) for (long j = 0; j < here; j += RUN) {
@@ -275,9 +316,12 @@ int attention_REAL(float *out, const float *q, long q_stride, const REAL *k_cach
   long work = 0;
   for (long r = 0; r < requests; r++) work += (starts[r + 1] - starts[r]) * seq_lens[r] * heads * dim;
   if (outside(table, table_stride, seq_lens, requests, block_size, blocks)) return 1;
+  int32_t shared[requests + 1];
+  int any = find_shared(shared, table, table_stride, seq_lens, starts, requests, block_size, heads / kv_heads);
+  float state[any ? 2 * requests * heads : 1];
   TEAM(work)
   read_REAL(out, q, q_stride, k_cache, v_cache, table, table_stride, seq_lens, starts, requests, heads, kv_heads, dim,
-            block_size, scale, threads);
+            block_size, scale, threads, shared, any ? state : NULL);
   return 0;
 }
 """
@@ -289,12 +333,12 @@ def for_both_types(source: str) -> str:
 
 
 TYPED = "".join(map(for_both_types, (LINEAR, LINEAR_LOOP, WRITE, READ, READ_TILE, READ_LOOP)))
-SOURCE = VECTORS + GLUE + CHECKS + TYPED + SHAPES + for_both_types(ATTENTION_STEP) + LOOK_UP + DECODER
+SOURCE = VECTORS + GLUE + CHECKS + SHARED + TYPED + SHAPES + for_both_types(ATTENTION_STEP) + LOOK_UP + DECODER
 
 # %% ../nbs/kernels/11c_cpu.ipynb #54d35afe
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 SIGNATURES = {  # p: a pointer, l: an integer, f: a float; the threads come last
-    "add_rms_norm": "pppp ll f l", "silu_and_mul": "pp ll l", "decoder": "pp",
+    "add_rms_norm": "pppp ll f l", "silu_and_mul": "pp ll l", "decoder": "pp", "find_shared": "pp l pp lll",
     **{f"linear_{s}": "pppp lll l" for s in SUFFIX.values()},
     **{f"rope_and_write_{s}": "pppppp lllll f l" for s in SUFFIX.values()},
     **{f"attention_{s}": "pp l pp p l pp llllll f l" for s in SUFFIX.values()},
@@ -308,7 +352,7 @@ def load(path: Path) -> ctypes.CDLL:
     for name, letters in SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes = [LETTERS[c] for c in letters.replace(" ", "")]
-        function.restype = ctypes.c_int if name.startswith(("rope", "attention", "decoder")) else None
+        function.restype = ctypes.c_int if name.startswith(("rope", "attention", "decoder", "find")) else None
     return found
 
 

@@ -125,12 +125,12 @@ static void look_up(const Step *s) {
 
 # %% ../nbs/kernels/11e_decoder.ipynb #fc3a8fc6
 ATTENTION_STEP = r"""
-INLINE void attend_and_write_REAL(const Layer *l, const Step *s) {
+INLINE void attend_and_write_REAL(const Layer *l, const Step *s, const int32_t *shared, float *state) {
   long row = (s->heads + 2 * s->kv_heads) * s->dim;
   turn_REAL(s->qkv, l->k_cache, l->v_cache, s->slots, s->angles, l->qk_norm, s->tokens, s->heads, s->kv_heads, s->dim,
             s->eps);
   read_REAL(s->heads_out, s->qkv, row, l->k_cache, l->v_cache, s->table, s->table_stride, s->seq_lens, s->starts,
-            s->requests, s->heads, s->kv_heads, s->dim, s->block_size, s->scale, s->threads);
+            s->requests, s->heads, s->kv_heads, s->dim, s->block_size, s->scale, s->threads, shared, state);
 }
 """
 
@@ -149,13 +149,17 @@ int decoder(const Layer *layers, const Step *s) {
     if (s->positions[t] < 0 || s->positions[t] >= s->num_positions) return 4;
   }
   if (outside(s->table, s->table_stride, s->seq_lens, s->requests, s->block_size, s->blocks)) return 2;
+  int32_t shared[s->requests + 1];
+  int any = find_shared(shared, s->table, s->table_stride, s->seq_lens, s->starts, s->requests, s->block_size,
+                        s->heads / s->kv_heads);
+  float space[any ? 2 * s->requests * s->heads : 1], *state = any ? space : NULL;
   _Pragma("omp parallel num_threads(s->threads)")
   {
     look_up(s);
     for (const Layer *l = layers; l < end; l++) {
       norm(s->normed, s->x, l == layers ? NULL : s->delta, l->first_norm, s->tokens, s->hidden, s->eps);
       product(&l->qkv, s->qkv, s->normed, s->tokens);
-      if (s->half) attend_and_write_bf16(l, s); else attend_and_write_f32(l, s);
+      if (s->half) attend_and_write_bf16(l, s, shared, state); else attend_and_write_f32(l, s, shared, state);
       product(&l->o, s->delta, s->heads_out, s->tokens);
       norm(s->normed, s->x, s->delta, l->second_norm, s->tokens, s->hidden, s->eps);
       product(&l->gate_up, s->gate_up, s->normed, s->tokens);

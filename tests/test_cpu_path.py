@@ -122,6 +122,63 @@ def tile_case(seed: int) -> None:
     write_and_read("cpu", shape, seed)
 
 
+def shared_case(seed: int) -> None:
+    "Many requests with one token each and the same first blocks; some have a block or a token of their own."
+    rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    heads = rnd.choice([(1, 3, 20), (2, 2, 64), (1, 7, 12), (2, 1, 128), (1, 3, 80), (1, 70, 12)])
+    size, tile = rnd.choice([4, 16, 64]), max(1, cpu.functions().lanes() * 4 // heads[1])
+    common = rnd.choice([0, 60, 64, 130, 200]) // size
+    number = rnd.choice([tile // 2 + 1, tile, tile + 9, 40])
+    requests = [(1, common * size + rnd.choice([0, 1, 40])) for _ in range(number)]
+    if rnd.random() < 0.3:
+        requests[rnd.randrange(len(requests))] = (rnd.choice([2, 9]), common * size + 9)
+    dtype = rnd.choice(list(cpu.SUFFIX))
+    shape = Shape(tuple(requests), *heads, size, dtype=dtype, shared=common, padding=rnd.choice([0, 3]))
+    case, backend = build(shape, seed), get_backend("cpu")
+    pool, table = case.kv_cache, case.meta.block_table.clone()
+    backend.write(case.key, case.value, pool, case.meta)
+    if common and rnd.random() < 0.5:  # one of them has something else at one place
+        used = {block for row, (q, c) in zip(table.tolist(), requests) for block in row[: -(-(q + c) // size)]}
+        other = next(block for block in range(pool.shape[1]) if block not in used)
+        pool[:, other] = rand(gen, *pool[:, other].shape).to(dtype)
+        table[rnd.randrange(len(requests)), rnd.randrange(common)] = other
+    meta = replace(case.meta, block_table=table)
+    query, n = case.query.float(), meta.num_actual_tokens
+    expected = get_backend("naive").read(query.double(), pool.double(), meta, case.scale)
+    assert error(backend.read(query, pool, meta, case.scale)[:n], expected[:n]) < 2e-5
+
+
+def find_shared(table: torch.Tensor, lens: list[int], tokens: list[int], size: int, group: int) -> list[int]:
+    starts, found = torch.tensor([0, *tokens]).cumsum(0).int(), torch.full((len(lens) + 1,), -1, dtype=torch.int32)
+    lengths = torch.tensor(lens).int()
+    some = cpu.functions().find_shared(found.data_ptr(), table.data_ptr(), table.stride(0), lengths.data_ptr(),
+                                       starts.data_ptr(), len(lens), size, group)  # fmt: skip
+    assert some == any(found[:-1]) and found[-1] == -1
+    return found[:-1].tolist()
+
+
+def together_case(seed: int) -> None:
+    "Who shares keys, by lists of ids."
+    rnd = random.Random(seed)
+    group, size = rnd.choice([1, 2, 3, 7, 33, 64, 70]), rnd.choice([4, 16, 64, 100])
+    panel, n = cpu.functions().panel_width(), rnd.choice([1, 7, 22, 40, 130])
+    row = list(range(210 // size + 1))
+    rows = [[*row[:-1], 100 + r] for r in range(n)]
+    for one in rnd.sample(rows, n // 40):
+        one[rnd.randrange(len(row))] = 1000
+    lens = [rnd.choice([200, 190 + rnd.randrange(20), 64]) if rnd.random() < 0.1 else 200 for _ in range(n)]
+    tokens = [rnd.choice([0, 2, 9]) if rnd.random() < 0.03 else 1 for _ in range(n)]
+    tile, expected = max(1, panel // group), list[int]()
+    for first in range(0, n, tile):
+        mates = range(first, min(first + tile, n))
+        common = 0
+        if len(mates) > 1 and len(mates) * group * 3 >= panel and all(tokens[r] == 1 for r in mates):
+            whole = [rows[r][: lens[r] // size] for r in mates]
+            common = len(os.path.commonprefix(whole)) * size
+        expected += [common if common >= 64 else 0] * len(mates)
+    assert find_shared(torch.tensor(rows).int(), lens, tokens, size, group) == expected
+
+
 def random_model(rnd: random.Random, gen: torch.Generator) -> CompiledLM:
     "Two small layers with some of a decoder's options."
     spec = replace(
@@ -168,7 +225,7 @@ def decoder_case(seed: int) -> None:
 
 CASES: dict[str, Callable[[int], None]] = {
     "linear": linear_case, "glue": glue_case, "write": write_case, "read": read_case, "tile": tile_case,
-    "decoder": decoder_case,
+    "shared": shared_case, "together": together_case, "decoder": decoder_case,
 }  # fmt: skip
 
 
@@ -289,9 +346,19 @@ MUTANTS = {
     "a tile's first block again": ("tile", "blocks[(base + j) / block_size]", "blocks[j / block_size]"),
     "a tile's last queries left out": ("tile", "end - t < tile ? end - t : tile", "end - t < tile ? 1 : tile"),
     "short requests twice, long ones not": ("tile", "end - starts[r] <= FEW ||", "end - starts[r] > FEW ||"),
+    "shared keys twice": ("shared", "first = done; first < keys", "first = 0; first < keys"),
+    "only neighbours compared": ("together", "if (i < count) break;", "if (i < 2) break;"),
+    "the first block compared": ("together", "r * table_stride + keys / block_size;", "r * table_stride;"),
+    "the first request's length": ("together", "seq_lens[i] < least ? seq_lens[i] : least", "least"),
+    "a request with two tokens": ("together", "starts[i + 1] - starts[i] != 1 ? 0 : ", ""),
+    "the state's maximum forgotten": ("shared", "done ? state[2 * (r * heads + h)] :", "done ? 0 :"),
+    "the state's sum forgotten": ("shared", "done ? state[2 * (r * heads + h) + 1] : 0", "0"),
+    "the state of other heads": ("shared", "state + 2 * (r * heads + h));", "state + 2 * r * heads);"),
+    "the queries of the first tile": ("shared", "q + t * q_stride + h * dim, q_stride,", "q + h * dim, q_stride,"),
+    "done too early": ("shared", "state ? o[d * PANEL + i] :", ""),
     "the residual forgotten": ("decoder", "l == layers ? NULL : s->delta", "NULL"),
     "one norm for both": ("decoder", "s->delta, l->second_norm", "s->delta, l->first_norm"),
-    "the first layer's cache": ("decoder", "attend_and_write_f32(l, s)", "attend_and_write_f32(layers, s)"),
+    "the first layer's cache": ("decoder", "attend_and_write_f32(l, s,", "attend_and_write_f32(layers, s,"),
     "the output forgets the last layer": ("decoder", "norm(s->out, s->x, s->delta,", "norm(s->out, s->x, NULL,"),
     "turned backwards": ("write", "a * c[i] - b * s[i]", "a * c[i] + b * s[i]"),
     "padding is written": ("write", "if (slots[t] < 0) continue;", ""),

@@ -24,7 +24,7 @@ __all__ = ['rms_norm', 'silu_and_mul', 'rope_inv_freq', 'rope_table', 'apply_rop
 # %% ../nbs/09_model.ipynb #40ec3d87
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     "Returns x over its root mean square, times weight. x: [..., D]; inside in float32, then x's dtype, then weight."
-    return F.rms_norm(x, x.shape[-1:], None, eps) * weight  # torch's own rounds before it returns
+    return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)  # torch's own rounds before it returns
 
 # %% ../nbs/09_model.ipynb #3cd6d2cf
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def rope_table(rope: RopeSpec, head_dim: int, positions: int) -> Tensor:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     "Returns x with each pair (i, i + D/2) turned by its angle. x: [T, heads, D]; cos, sin: [T, 1, D / 2]."
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat(((a * cos).sub_(b * sin), (b * cos).add_(a * sin)), dim=-1)
 
 # %% ../nbs/09_model.ipynb #4830cdb3
 def llama3_inv_freq(rope: RopeSpec, inv_freq: Tensor) -> Tensor:
