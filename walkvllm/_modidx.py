@@ -819,6 +819,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'walkvllm.performance.Target.row': ('performance.html#target.row', 'walkvllm/performance.py'),
                                       'walkvllm.performance.Target.said': ('performance.html#target.said', 'walkvllm/performance.py'),
                                       'walkvllm.performance.compared': ('performance.html#compared', 'walkvllm/performance.py'),
+                                      'walkvllm.performance.figures': ('performance.html#figures', 'walkvllm/performance.py'),
                                       'walkvllm.performance.in_order': ('performance.html#in_order', 'walkvllm/performance.py'),
                                       'walkvllm.performance.other_targets': ('performance.html#other_targets', 'walkvllm/performance.py'),
                                       'walkvllm.performance.ratio_rows': ('performance.html#ratio_rows', 'walkvllm/performance.py'),

@@ -5,17 +5,21 @@
 # %% ../nbs/19_performance.ipynb #332ad189
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .overhead import COLOUR, OUTSIDE_LIMIT, PEERS, log_place, points_of, reached, share_outside
+from walkvllm.overhead import (
+    COLOUR, OUTSIDE_LIMIT, PEERS, by_kind, log_place, points_of, reached, share_outside, work_of,
+)  # fmt: skip
 from .show import Picture, _legend, _rect, _svg, _text
 
 # %% auto #0
 __all__ = ['Spread', 'VLLM', 'TRANSFORMERS', 'RATIOS', 'title_of', 'in_order', 'ratios', 'short', 'ratio_rows',
-           'compared', 'show_beside', 'rows_of', 'tuned', 'Target', 'runs_of', 'ratio_targets', 'other_targets']
+           'compared', 'show_beside', 'rows_of', 'tuned', 'Target', 'runs_of', 'ratio_targets', 'other_targets',
+           'figures']
 
 # %% ../nbs/19_performance.ipynb #51aa06a6
 Spread = tuple[float, float, float]  # median, smallest, largest
@@ -193,3 +197,22 @@ def other_targets(bench: Mapping[str, Any], overhead: Mapping[str, Any]) -> Iter
     yield Target("import in at most 1 s", 1.0, start, at_most=True)
     token = {what.removeprefix("first token, "): s for what, s in overhead["start"].items() if what.startswith("first")}
     yield Target("first token of a fresh process in at most 5 s", 5.0, token, at_most=True)
+
+# %% ../nbs/19_performance.ipynb #b1a452ff
+def figures(bench: Mapping[str, Any], overhead: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    "By run of (a), in milliseconds, what the sentences about obstacles name."
+    steps = {(s["workload"], s["batch"]): by_kind(s) for s in overhead["trace"] if s["kind"] == "decode"}
+    found = {}
+    for run in bench["runs"]:
+        if run["tunables"] or run["workload"] != "a" or ("a", run["batch"]) not in steps:
+            continue
+        parts, work = steps["a", run["batch"]], work_of(run, overhead["models"]["a"])
+        operations = work["prefill"][0] + (run["output_tokens"] / run["batch"] - 1) * work["decode"][0]
+        took = {peer: statistics.median(row["seconds"]) * 1e3 for peer, row in run["peers"].items() if "seconds" in row}
+        model = parts["products"] + parts["attention"] + parts["rest of the model"]
+        found[run["id"]] = parts | {
+            "step": sum(parts.values()), "outside": sum(parts.values()) - model, "whole": took["walkvllm"],
+            "least": operations / bench["yardsticks"]["f32_GFLOP_s"] / 1e6,
+            **{f"third of {who}": min((took[p] / 3 for p in peers if p in took), default=math.nan)
+               for who, peers in (("vLLM", VLLM), ("transformers", TRANSFORMERS))}}  # fmt: skip
+    return found
