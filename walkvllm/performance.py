@@ -138,12 +138,12 @@ class Target:
         "The numbers in a line."
         return ", ".join(f"{name}: {value:.2f}" for name, value in self.values.items()) or "–"
 
-    def row(self, before: Target, obstacles: Mapping[str, str]) -> dict[str, str]:
+    def row(self, before: Target) -> dict[str, str]:
         "The target as a row of a table, beside the same target in the run before. It is met if both say so."
         missed = [name for name in self.values if name in self.missed + before.missed]
         met = "no number" if not self.values else f"missed: {', '.join(missed)}" if missed else "met"
         return {"target": self.name, "measured": self.said, "the run before": "" if before == self else before.said,
-                "": met, "what stands in the way": obstacles.get(self.name, "") if missed else ""}  # fmt: skip
+                "": met}  # fmt: skip
 
 # %% ../nbs/19_performance.ipynb #7b01e95e
 VLLM, TRANSFORMERS = ("vllm-0.22.0", "vllm-newest"), ("transformers", "transformers-continuous")
