@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from .config import EngineArgs, VllmConfig
-from .input_processor import InputProcessor, parse_prompt
+from .input_processor import InputProcessor, text_of
 from .messages import SchedulerStats
 from .mp_client import AsyncMPClient, EngineDeadError
 from .output_processor import OutputProcessor, RequestOutput
@@ -92,7 +92,7 @@ class AsyncLLM:
         if (listen := self.engine_core.listener) is not None:
             listen.begin()
         request = self.input_processor.process_inputs(request_id, prompt, params, priority=priority)
-        text = parse_prompt(prompt).text
+        text = text_of(prompt)
         if listen is not None:
             listen("input processed", request, text)
         messages, sent = self.output_processor.add_request(request, text), []

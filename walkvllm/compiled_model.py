@@ -129,7 +129,7 @@ class CompiledLM(CausalLM):
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], meta: CommonAttentionMetadata
     ) -> Tensor:  # fmt: skip
         "The same in one call, which looks up x and the angles by itself."
-        layers, step, tokens = self.layer_table(kv_caches), self.step, len(input_ids)
+        layers, step, tokens = self.layer_table(kv_caches), self.step, input_ids.numel()
         out = torch.empty(tokens, self.spec.hidden_size)
         if meta.num_actual_tokens < tokens:
             self.workspace.of(tokens)["read"].zero_()  # what attention leaves out: rows of padding
@@ -137,8 +137,8 @@ class CompiledLM(CausalLM):
             setattr(step, name, memory.data_ptr())
         step.out, step.slots = at(out), at(meta.slot_mapping, torch.int64)
         step.ids, step.positions = at(input_ids, torch.int64), at(positions, torch.int64)
-        table = meta.block_table if meta.block_table.stride(1) == 1 else meta.block_table.contiguous()
-        step.table, step.table_stride = at(table[0], torch.int32), table.stride(0)
+        table = meta.block_table.contiguous()
+        step.table, step.table_stride = at(table, torch.int32), table.shape[1]
         step.seq_lens, step.starts = at(meta.seq_lens, torch.int32), at(meta.query_start_loc, torch.int32)
         step.tokens, step.requests, step.half = tokens, meta.num_reqs, kv_caches[0].dtype == torch.bfloat16
         step.blocks, step.block_size = kv_caches[0].shape[1:3]

@@ -149,9 +149,9 @@ class InputBatch:
 def get_cumsum_and_arange(num_scheduled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     "[2, 5, 3] -> [0, 2, 7, 10] and [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]: where requests start, and places in their chunks."
     query_start_loc = np.zeros(len(num_scheduled) + 1, np.int32)
-    np.cumsum(num_scheduled, out=query_start_loc[1:])
-    starts = np.repeat(query_start_loc[:-1], num_scheduled)  # [0, 0, 2, 2, 2, 2, 2, 7, 7, 7]
-    return query_start_loc, np.arange(query_start_loc[-1]) - starts
+    num_scheduled.cumsum(out=query_start_loc[1:])
+    starts = query_start_loc[:-1].repeat(num_scheduled)  # [0, 0, 2, 2, 2, 2, 2, 7, 7, 7]
+    return query_start_loc, np.arange(len(starts)) - starts
 
 # %% ../nbs/08_flatten.ipynb #2aad66e0
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ def check_scheduled(batch: InputBatch, seq_lens: np.ndarray) -> None:
     "Raises RuntimeError where a row would read a token that nobody knows, or write into a block that it does not own."
     n, table = batch.num_reqs, batch.block_table
     for what, limit in (("known tokens", batch.num_tokens[:n]), ("slots", table.num_blocks[:n] * table.block_size)):
-        if (bad := np.flatnonzero(seq_lens > limit)).size:
+        if len(bad := (seq_lens > limit).nonzero()[0]):
             i = bad[0]
             raise RuntimeError(f"request {batch.req_ids[i]!r} has {limit[i]} {what}, but {seq_lens[i]} are scheduled")
 
@@ -219,21 +219,21 @@ class DeviceInputs:
 def flatten(batch: InputBatch, num_scheduled: Sequence[int]) -> FlatBatch:
     "One flat batch from the next `num_scheduled` tokens of each row. It shares no memory with the rows."
     n, counts, table = batch.num_reqs, np.asarray(num_scheduled, np.int32), batch.block_table
-    if len(counts) != n or (counts < 1).any():
+    if len(counts) != n or min(num_scheduled) < 1:
         raise RuntimeError(f"num_scheduled={list(num_scheduled)}: {n} rows need one token or more each")
     seq_lens = batch.num_computed_tokens[:n] + counts
     check_scheduled(batch, seq_lens)
     query_start_loc, query_pos = get_cumsum_and_arange(counts)
-    rows = np.repeat(np.arange(n), counts)
+    rows = np.arange(n).repeat(counts)
     positions = batch.num_computed_tokens[rows] + query_pos
-    widest = -(-int(seq_lens.max()) // table.block_size)
+    longest = max(seq_lens.tolist())
     arrays = {
         "input_ids": batch.token_ids.reshape(-1).take(rows * batch.max_model_len + positions),
         "positions": positions,
         "query_start_loc": query_start_loc,
         "seq_lens": seq_lens,
         "logits_indices": query_start_loc[1:] - 1,
-        "block_table": table.rows[:n, :widest].copy(),
+        "block_table": table.rows[:n, : -(-longest // table.block_size)].copy(),
     }
     if batch.inputs is None or not HAS_TRITON:
         arrays["slot_mapping"] = table.compute_slot_mapping(rows, positions)
@@ -248,5 +248,5 @@ def flatten(batch: InputBatch, num_scheduled: Sequence[int]) -> FlatBatch:
         input_ids=there.pop("input_ids"),
         positions=there.pop("positions"),
         logits_indices=there.pop("logits_indices"),
-        meta=CommonAttentionMetadata(len(rows), n, int(counts.max()), int(seq_lens.max()), **there),
+        meta=CommonAttentionMetadata(len(rows), n, max(num_scheduled), longest, **there),
     )

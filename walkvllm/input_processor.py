@@ -24,8 +24,8 @@ from .sampling_params import SamplingParams
 
 # %% auto #0
 __all__ = ['read_if_there', 'load_tokenizer', 'chat_environment', 'load_chat_template', 'check_messages',
-           'check_message', 'special_token', 'HFTokenizer', 'Prompt', 'parse_prompt', 'check_ids', 'end_tokens',
-           'InputProcessor', 'Tokenization', 'read_tokenization', 'check_length', 'check_params',
+           'check_message', 'special_token', 'HFTokenizer', 'Prompt', 'parse_prompt', 'text_of', 'check_ids',
+           'end_tokens', 'InputProcessor', 'Tokenization', 'read_tokenization', 'check_length', 'check_params',
            'default_sampling_params']
 
 # %% ../nbs/03_input.ipynb #c9654262
@@ -182,6 +182,11 @@ def parse_prompt(prompt: Any) -> Prompt:
     if "cache_salt" in prompt and (not isinstance(salt, str) or not salt):
         raise ValueError(f"cache_salt={salt!r} must be a non-empty string")
     return Prompt(text, None if ids is None else check_ids(ids), salt)
+
+
+def text_of(prompt: Any) -> str | None:
+    "The same text of a prompt that was accepted, without another look at its ids."
+    return prompt.get("prompt") if isinstance(prompt, dict) else prompt if isinstance(prompt, str) else None
 
 
 def check_ids(ids: Any) -> list[int]:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from .config import EngineArgs, VllmConfig
 from .core_client import make_client
-from .input_processor import HFTokenizer, InputProcessor, default_sampling_params, parse_prompt
+from .input_processor import HFTokenizer, InputProcessor, default_sampling_params, text_of
 from .messages import EngineCoreRequest
 from .output_processor import OutputProcessor, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -81,7 +81,7 @@ class LLMEngine:
         if (listen := self.engine_core.listener) is not None:
             listen.begin()
         request = self.input_processor.process_inputs(request_id, prompt, params, arrival_time, priority)
-        text = parse_prompt(prompt).text
+        text = text_of(prompt)
         if listen is not None:
             listen("input processed", request, text)
         self.submit(request, text)
@@ -346,7 +346,7 @@ class LLM:
                     request_id, prompt, one, priority=rank, tokenization_kwargs=tokenization_kwargs
                 )
             request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY  # on our copy, not on the caller's
-            prepared.append((request, parse_prompt(prompt).text))
+            prepared.append((request, text_of(prompt)))
             if listen is not None:
                 listen("input processed", *prepared[-1])
         return prepared

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['Pairs', 'forbid_all_but', 'forbid', 'add_bias', 'BadWords', 'to_device', 'count_tokens', 'Penalties',
-           'apply_penalties', 'Processing', 'apply_processors']
+__all__ = ['Pairs', 'NOTHING', 'forbid_all_but', 'forbid', 'add_bias', 'BadWords', 'to_device', 'count_tokens',
+           'Penalties', 'apply_penalties', 'Processing', 'apply_processors']
 
 # %% ../nbs/13b_processors.ipynb #7cb29bb2
 Pairs = tuple[torch.Tensor, torch.Tensor]  # (rows, token ids), each [N] int64
@@ -108,9 +108,12 @@ class Processing:
     penalties: Penalties | None = None
 
 
+NOTHING = Processing()
+
+
 def apply_processors(logits: torch.Tensor, todo: Processing) -> torch.Tensor:
     "`logits` [R, V] with everything done, in a new tensor; the same tensor if there is nothing to do."
-    if todo == Processing():
+    if todo == NOTHING:
         return logits
     logits = logits.clone()
     if todo.allowed is not None:

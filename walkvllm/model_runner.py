@@ -75,7 +75,8 @@ def update_cached(
             without_row.append(state)
         else:
             batch.num_computed_tokens[row] = num_computed_tokens
-            batch.block_table.append_row(block_ids, row)
+            if block_ids:  # most steps bring none
+                batch.block_table.append_row(block_ids, row)
     return without_row
 
 # %% ../nbs/12_runner.ipynb #98475b78
@@ -196,10 +197,9 @@ class ModelRunner:
             flat = flatten(self.batch, [so.num_scheduled_tokens[req_id] for req_id in self.batch.req_ids])
             if self.flights and self.flights[0].copies:
                 self.flights[0].give_to(flat.input_ids)
-            self.last_hidden = self.last_logits = None  # their memory is free for the pass
-            hidden = self.forward(flat)
-            self.last_batch, self.last_hidden = flat, hidden
-            all_last = len(hidden) == len(flat.req_ids)  # one token each: every row is its request's last
+            self.last_batch, self.last_hidden, self.last_logits = flat, None, None  # their memory is free for the pass
+            self.last_hidden = hidden = self.forward(flat)
+            all_last = flat.meta.max_query_len == 1  # one token each: every row is its request's last
             self.last_logits = self.model.compute_logits(hidden if all_last else hidden[flat.logits_indices])
         self._waiting_for_sample = True
 
@@ -227,7 +227,7 @@ class ModelRunner:
         output = ModelRunnerOutput(flat.req_ids, [[] for _ in flat.req_ids])
         if self.prompt_logprobs:
             output.prompt_logprobs = self.ask_about_prompts(flat)
-        if len(rows := np.flatnonzero(~flat.discard)):
+        if len(rows := (~flat.discard).nonzero()[0]):
             if len(rows) < len(flat.req_ids):
                 logits = logits[to_device(rows, self.device)]
             if self.flights and self.batch.sampling.read_answers(rows):

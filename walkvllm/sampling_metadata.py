@@ -140,7 +140,7 @@ class SamplingColumns:
         return len(fixed.penalised) + len(fixed.places) > 0
 
     def _fix(self, rows: np.ndarray) -> Fixed:
-        if self._fixed is None or not np.array_equal(self._fixed.rows, rows):
+        if self._fixed is None or self._fixed.rows.tolist() != rows.tolist():
             self._fixed = self._make_fixed(rows)
         return self._fixed
 
