@@ -20,14 +20,15 @@ from workloads import BUILD
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 900  # seconds for one answer
+WAYS = ["auto", "all", "all compiled", "auto compiled"]  # of vLLM
 PEERS: dict[str, dict[str, Any]] = {  # the script, what it is told besides, and the environment it runs in
     "walkvllm": {"script": "walkvllm_peer.py", "told": {"backend": "cpu"}},
     "walkvllm-torch": {"script": "walkvllm_peer.py", "told": {"backend": "torch"}},
     "transformers": {"script": "transformers_peer.py"},
     "transformers-continuous": {"script": "continuous_peer.py"},
     "llama.cpp": {"script": "llamacpp_peer.py", "environment": "llamacpp", "gguf": True},
-    "vllm-0.22.0": {"script": "vllm_peer.py", "environment": "vllm-0.22.0", "binds": ["auto", "all"]},
-    "vllm-newest": {"script": "vllm_peer.py", "environment": "vllm-newest", "binds": ["auto", "all"]},
+    "vllm-0.22.0": {"script": "vllm_peer.py", "environment": "vllm-0.22.0", "ways": WAYS},
+    "vllm-newest": {"script": "vllm_peer.py", "environment": "vllm-newest", "ways": WAYS},
 }
 
 
@@ -82,17 +83,17 @@ def end_all() -> None:
 class Engine:
     """A running peer with a model. It runs only during its turns."""
 
-    def __init__(self, work: dict[str, Any], name: str, threads: int, bind: str = "", tunables: str = "") -> None:
-        self.name, self.bind, self.peak_mb, self.version = name, bind, 0, ""
+    def __init__(self, work: dict[str, Any], name: str, threads: int, way: str = "", tunables: str = "") -> None:
+        self.name, self.way, self.peak_mb, self.version = name, way, 0, ""
         told = {**PEERS[name].get("told", {}), "model": work["model"], "dtype": work["dtype"], "threads": threads,
                 "longest": work["longest"], "seqs": work["seqs"], "pool": work["pool"], "step": work["step"],
-                "bind": bind}  # fmt: skip
+                "way": way}  # fmt: skip
         if PEERS[name].get("gguf"):
             told["model"] = str(gguf_of(work["model"], work["dtype"]))
         environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         if tunables:
             environment["GLIBC_TUNABLES"] = tunables
-        self.log = BUILD / "logs" / f"{work['engine']}-{name}{bind and '-' + bind}.log"
+        self.log = BUILD / "logs" / f"{work['engine']}-{'-'.join([name, *way.split()])}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [str(python_for(name)), str(HERE / PEERS[name]["script"]), json.dumps(told)]
         # A process group of its own: if the driver dies, the system wakes and ends a group that is stopped.
@@ -190,7 +191,7 @@ class Engine:
 
 def load(work: dict[str, Any], name: str, threads: int) -> Engine:
     """A peer that is ready."""
-    engine = Engine(work, name, threads, PEERS[name].get("binds", [""])[-1])
+    engine = Engine(work, name, threads, PEERS[name].get("ways", [""])[-1])
     try:
         engine.wait()
     except Failed:

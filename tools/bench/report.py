@@ -91,7 +91,7 @@ def show(run: dict[str, Any], say: Callable[[str], None]) -> None:
             continue
         ratio = "  ".join(f"{what} {m} ({low} to {high})" for what, (m, low, high) in mine["ratio"].items())
         gain = f"  gain {mine['gain'][0]}" if "gain" in mine else ""
-        bind = "  " + ", ".join(f"{k} {v}" for k, v in mine["bindings"].items()) if "bindings" in mine else ""
+        ways = "  " + ", ".join(f"{k} {v}" for k, v in mine["ways"].items()) if "ways" in mine else ""
         say(f"  {name:24}{mine['output_tokens_per_s']:9.1f} tokens/s  first {mine['ttft_ms']:8.1f} ms  next"
             f" {mine['itl_ms']:7.2f} ms (p99 {mine['itl_p99_ms']:.1f})  {mine['peak_mb']:5} MB  "
-            f"ours faster by: {ratio}{gain}{bind}")  # fmt: skip
+            f"ours faster by: {ratio}{gain}{ways}")  # fmt: skip

@@ -12,7 +12,8 @@ their turn. Ratios are taken within a round, so that what else the machine does 
 Tokens are compared up to a row's first difference. What follows counts as different, unless the two tokens are a near
 tie: our two likeliest, less than 0.01 apart in log probability. A model with random weights often has to choose
 between such. Below a share of 0.98 a peer is refused.
-vLLM runs with both of its thread bindings once; the faster one takes part in the rounds. What "tunables" adds is
+vLLM runs everything once in four ways, with both of its thread bindings, compiled and not; the fastest one for a
+workload takes part in the rounds. Tokens are compared with the compiled one. What "tunables" adds is
 GLIBC_TUNABLES for the peers and for us alike: large pages for malloc, and nothing given back between steps.
 
 The result, build/bench/bench.json (--record: also walkvllm/data/bench.json, which the performance page shows beside
@@ -30,7 +31,7 @@ the record before it, which becomes bench_before.json):
                                 "cpu_share_idle",
                                 "ratio": {"all": [median, min, max], "prefill": [...], "decode": [...]},
                                 "gain": [median, min, max] (only e, caching on: time without by time with),
-                                "bind", "bindings": {"auto": tokens/s, "all": tokens/s} (only vLLM)}
+                                "way", "ways": {"auto compiled": tokens/s, ...} (only vLLM)}
                          or {"error": why there is no number}}}]}
 
 A ratio is the peer's time by ours: how many times faster ours is. Prefill is until the last request has its first
@@ -60,7 +61,7 @@ from engines import PEERS, Engine, Failed, gguf_of, load, python_for
 from workloads import BUILD, ROOT, workloads
 
 SAME, TIE = 0.98, 0.01
-LARGE = 400_000_000  # parameters of a model that is not loaded with both bindings of both versions at once
+LARGE = 400_000_000  # parameters of a model that stays loaded in one way only
 ENOUGH = 0.3  # seconds: a shorter run is repeated within its turn
 MALLOC = {"hugetlb": 1, "mmap_threshold": 4000000000, "trim_threshold": 8000000000, "top_pad": 1 << 28}
 TUNABLES = ":".join(f"glibc.malloc.{key}={value}" for key, value in MALLOC.items())
@@ -106,7 +107,8 @@ def remembered(work: dict[str, Any], name: str) -> Path:
     """Where a peer's tokens of this work are kept: another version of the peer has another file."""
     environment = PEERS[name].get("environment")
     version = str(environments.made(environment)) if environment else metadata.version("transformers")
-    parts = [version, str(python_for(name)), work["model"], json.dumps(work["requests"])]
+    ways = PEERS[name].get("ways", [])[-1:]
+    parts = [version, str(python_for(name)), work["model"], json.dumps(work["requests"]), *ways]
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
     return BUILD / "tokens" / f"{work['engine']}-{name}-{key}.json"
 
@@ -171,27 +173,26 @@ class Group:
     """All peers with one model loaded, and the workloads that run on it."""
 
     def __init__(self, works: list[dict[str, Any]], names: list[str], threads: int, tunables: bool,
-                 bad: dict[str, str], binds: dict[tuple[str, str], str]) -> None:  # fmt: skip
-        self.works, self.tunables, self.errors, self.binds = works, tunables, dict(bad), binds
+                 bad: dict[str, str], ways: dict[tuple[str, str], str]) -> None:  # fmt: skip
+        self.works, self.tunables, self.errors, self.ways = works, tunables, dict(bad), ways
         self.names, self.threads = names, threads
         self.engines: dict[tuple[str, str], Engine] = {}
-        self.rates: dict[tuple[str, str], dict[str, float]] = {}  # (peer, workload): tokens/s by binding
+        self.rates: dict[tuple[str, str], dict[str, float]] = {}  # (peer, workload): tokens/s by way
         self.times: dict[tuple[str, str], report.Times] = {}
         able = [name for name in names if name not in bad]
-        if size_of(works[0]["model"])["parameters"] > LARGE:
-            for name in able:
-                if len(self.binds_of(name)) > 1:
-                    self.keep_one(name)
+        for name in able:
+            if "ways" in PEERS[name] and (name, works[0]["id"]) not in ways:
+                self.choose(name)
         self.start(able)
 
-    def binds_of(self, name: str) -> list[str]:
-        """The bindings of a peer that are still in question."""
-        wanted = {self.binds[name, w["id"]] for w in self.works if (name, w["id"]) in self.binds}
-        return sorted(wanted) or list(PEERS[name].get("binds", [""]))
+    def ways_of(self, name: str) -> list[str]:
+        """The ways of a peer that are still in question."""
+        wanted = {self.ways[name, w["id"]] for w in self.works if (name, w["id"]) in self.ways}
+        return sorted(wanted) or list(PEERS[name].get("ways", [""]))
 
     def start(self, names: list[str]) -> None:
         """Loads these peers, all at the same time, unless they are loaded."""
-        keys = [(name, bind) for name in names for bind in self.binds_of(name) if (name, bind) not in self.engines]
+        keys = [(name, way) for name in names for way in self.ways_of(name) if (name, way) not in self.engines]
         tunables = TUNABLES if self.tunables else ""
         starting = {key: Engine(self.works[0], key[0], self.threads, key[1], tunables) for key in keys}
         for key, engine in starting.items():
@@ -202,27 +203,35 @@ class Group:
                 self.errors[key[0]] = str(reason)
                 engine.kill()
 
-    def keep_one(self, name: str) -> None:
-        """Finds the faster binding for all workloads together and ends the other: memory is short."""
+    def choose(self, name: str) -> None:
+        """Runs everything in all ways of a peer, and ends those that are the fastest nowhere."""
         self.start([name])
+        loaded, cost = [key for key in self.engines if key[0] == name], dict.fromkeys(PEERS[name]["ways"], 0.0)
         for work in self.works:
-            self.warm_up_one(work, [name])
-        loaded = [key for key in self.engines if key[0] == name]
-        cost = {key: sum(w["batch"] / self.rates.get((name, w["id"]), {}).get(key[1], 1e-9) for w in self.works)
-                for key in loaded}  # fmt: skip
-        best = min(loaded, key=lambda key: cost[key], default=(name, ""))
+            for key in loaded:
+                self.attempt(key, warm(work))
+                self.attempt(key, work)  # what is compiled at first use
+            found = {key[1]: self.attempt(key, work) for key in loaded}
+            tokens = sum(r["max_tokens"] for r in work["requests"])
+            rates = {way: round(tokens / t["seconds"], 1) for way, t in found.items() if t}
+            self.rates[name, work["id"]] = rates
+            self.ways[name, work["id"]] = max(rates, key=lambda way: rates[way], default="")
+            cost = {way: cost[way] + tokens / rates[way] for way in cost.keys() & rates.keys()}
+        if cost and size_of(self.works[0]["model"])["parameters"] > LARGE:  # memory is short
+            best = min(cost, key=lambda way: cost[way])
+            self.ways.update({(name, work["id"]): best for work in self.works})
         for key in loaded:
-            if key != best:
+            if key in self.engines and key[1] not in self.ways_of(name):
                 self.engines.pop(key).close()
-        self.binds.update({(name, work["id"]): best[1] for work in self.works})
 
     def chosen(self, name: str, work: dict[str, Any]) -> Engine | None:
-        """The peer's engine for this workload: the faster binding, where there are two."""
-        bind = self.binds.get((name, work["id"]), PEERS[name].get("binds", [""])[0])
-        return self.engines.get((name, bind))
+        """The peer's engine for this workload, in the fastest way."""
+        return self.engines.get((name, self.ways.get((name, work["id"]), "")))
 
     def attempt(self, key: tuple[str, str], work: dict[str, Any]) -> dict[str, float] | None:
         """A turn; a peer that dies is out, and the others go on."""
+        if key not in self.engines:
+            return None
         try:
             return turn(self.engines[key], work)
         except Failed as reason:
@@ -231,22 +240,11 @@ class Group:
             return None
 
     def warm_up(self) -> None:
-        """Everybody runs everything once, shortened."""
+        """Everybody runs everything once, shortened; what is compiled, at full length."""
         for work in self.works:
-            self.warm_up_one(work, self.names)
-
-    def warm_up_one(self, work: dict[str, Any], names: list[str]) -> None:
-        """One workload, shortened; those with two bindings then compare them at full length."""
-        for name in names:
-            keys = [key for key in self.engines if key[0] == name]
-            for key in keys:
-                self.attempt(key, warm(work))
-            if len(keys) > 1:
-                found = {key[1]: self.attempt(key, work) for key in keys if key in self.engines}
-                tokens = sum(r["max_tokens"] for r in work["requests"])
-                rates = {bind: round(tokens / t["seconds"], 1) for bind, t in found.items() if t}
-                self.rates[name, work["id"]] = rates
-                self.binds[name, work["id"]] = max(rates, key=lambda bind: rates[bind], default="")
+            for name, way in list(self.engines):
+                if way == self.ways.get((name, work["id"]), ""):
+                    self.attempt((name, way), work if "compiled" in way else warm(work))
 
     def round(self, number: int) -> None:
         """Every workload to every peer; another one begins each time."""
@@ -255,7 +253,7 @@ class Group:
             taken = []
             for name in self.names[first:] + self.names[:first]:
                 engine = self.chosen(name, work)
-                if engine and (found := self.attempt((name, engine.bind), work)):
+                if engine and (found := self.attempt((name, engine.way), work)):
                     self.times.setdefault((name, work["id"]), []).append(found)
                     taken.append(f"{name} {found['seconds']:.2f}")
             say(f"    {work['id']}: {', '.join(taken)} s")
@@ -271,10 +269,10 @@ class Group:
                 continue
             peers[name] = {"version": engine.version, **report.row(work, times, ours), "peak_mb": engine.peak_mb,
                            "cpu_share_idle": engine.cpu_share_idle()}  # fmt: skip
-            if "binds" in PEERS[name]:
-                peers[name]["bind"] = engine.bind
+            if "ways" in PEERS[name]:
+                peers[name]["way"] = engine.way
                 if rates := self.rates.get((name, work["id"])):
-                    peers[name]["bindings"] = rates
+                    peers[name]["ways"] = rates
         count = {"prompt_tokens": sum(len(r["prompt_token_ids"]) for r in work["requests"]),
                  "output_tokens": sum(r["max_tokens"] for r in work["requests"])}  # fmt: skip
         caching = {"prefix_caching": work["prefix_caching"]} if work["workload"] == "e" else {}
@@ -289,10 +287,10 @@ class Group:
 
 
 def run_group(works: list[dict[str, Any]], names: list[str], args: argparse.Namespace, tunables: bool,
-              bad: dict[str, str], binds: dict[tuple[str, str], str]) -> list[dict[str, Any]]:  # fmt: skip
+              bad: dict[str, str], ways: dict[tuple[str, str], str]) -> list[dict[str, Any]]:  # fmt: skip
     """Loads, warms up, runs the rounds, and reports."""
     start = time.time()
-    group = Group(works, names, args.threads, tunables, bad, binds)
+    group = Group(works, names, args.threads, tunables, bad, ways)
     loaded = time.time() - start
     try:
         group.warm_up()
@@ -413,7 +411,7 @@ def main() -> None:
     result: dict[str, Any] = {"machine": {**machine(args.threads), "rounds": args.rounds}, "yardsticks": yardsticks,
                               "models": {w["engine"]: size_of(w["model"]) for w in works},
                               "agreement": [], "runs": []}  # fmt: skip
-    binds: dict[tuple[str, str], str] = {}
+    ways: dict[tuple[str, str], str] = {}
     for kind in sorted({w["engine"] for w in works}):
         mates = [w for w in works if w["engine"] == kind]
         able = [name for name in args.names if name not in missing]
@@ -421,10 +419,10 @@ def main() -> None:
         if args.check_only:
             continue
         if args.tunables != "on":
-            result["runs"] += run_group(mates, args.names, args, False, bad, binds)
+            result["runs"] += run_group(mates, args.names, args, False, bad, ways)
         tuned = mates if args.tunables == "on" else [w for w in mates if w["id"] in TUNED]
         if args.tunables != "off" and tuned:
-            result["runs"] += run_group(tuned, args.names, args, True, bad, binds)
+            result["runs"] += run_group(tuned, args.names, args, True, bad, ways)
         result["machine"]["minutes"] = round((time.time() - start) / 60, 1)
         write(result, args, former)
     say(f"\n{(time.time() - start) / 60:.1f} minutes; written: {args.out}")

@@ -1,4 +1,8 @@
-"""vLLM's CPU build. `bind` says which cores its threads get: "auto" keeps one for the engine, "all" shares them."""
+"""vLLM's CPU build, in one of four ways: "auto", "all", "auto compiled", "all compiled".
+
+"auto" keeps a core for the engine, "all" gives the threads all of them. "compiled" is vLLM's default, torch.compile;
+without it the model runs eagerly.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from peer import Clock, serve, settings
 
 def main() -> None:
     wanted = settings()
+    bind, *compiled = wanted["way"].split()
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
-    if wanted["bind"] == "all":
+    if bind == "all":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{wanted['threads'] - 1}"
         os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -24,7 +29,7 @@ def main() -> None:
 
     llm = vllm.LLM(
         model=wanted["model"], dtype=wanted["dtype"], max_model_len=wanted["longest"] + 1, max_num_seqs=wanted["seqs"],
-        max_num_batched_tokens=wanted["step"], block_size=32, enable_prefix_caching=True, enforce_eager=True,
+        max_num_batched_tokens=wanted["step"], block_size=32, enable_prefix_caching=True, enforce_eager=not compiled,
         num_gpu_blocks_override=1 + wanted["pool"] // 32, skip_tokenizer_init=True,
     )  # fmt: skip
     os.dup2(out, 1)
