@@ -43,9 +43,12 @@ static void product_REAL(float *y, const float *x, const REAL *w, const float *b
     if (bias) for (long i = 0; i < rows; i++) memcpy(sum + i * PANEL, bias + left, sizeof(float) * PANEL);
     for (long p = 0; p < k; p += DEPTH) {
       long depth = k - p < DEPTH ? k - p : DEPTH;
-      for (long i = 0; i < rows; i += ROWS)
-        rows_REAL(x + (first + i) * k + p, k, 1, w + left * k + p * PANEL, sum + i * PANEL,
-                  rows - i < ROWS ? rows - i : ROWS, depth, i == 0);
+      for (long i = 0; i < rows; i += ROWS) {
+        long some = rows - i < ROWS ? rows - i : ROWS;
+        for (long r = first + i; p == 0 && r < first + i + some; r++)  // where the sums will go
+          for (long j = left; j < left + width; j += 16) __builtin_prefetch(y + r * n + j, 0, 2);
+        rows_REAL(x + (first + i) * k + p, k, 1, w + left * k + p * PANEL, sum + i * PANEL, some, depth, i == 0);
+      }
     }
     for (long i = 0; i < rows; i++) memcpy(y + (first + i) * n + left, sum + i * PANEL, sizeof(float) * width);
   }

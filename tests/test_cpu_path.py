@@ -374,7 +374,7 @@ MUTANTS = {
     "the last panel too wide": ("linear", "width = n - left < PANEL ? n - left : PANEL", "width = PANEL"),
     "the halves swapped": ("linear", "(two << 16), b[j + 1] = (vec)(two & 0xffff0000)",
                            "(two & 0xffff0000), b[j + 1] = (vec)(two << 16)"),
-    "rows of a tile": ("linear", "sum + i * PANEL,\n", "sum,\n"),
+    "rows of a tile": ("linear", "PANEL, sum + i * PANEL, some", "PANEL, sum, some"),
 }  # fmt: skip
 
 
