@@ -36,7 +36,7 @@ enum { LANES = 8, VECTORS = 2, ROWS = 6 };
 enum { LANES = 4, VECTORS = 4, ROWS = 4 };
 #endif
 enum { PANEL = LANES * VECTORS, DEPTH = 256, BAND = 11 * ROWS, AHEAD = 64 };  // of the matrix product
-enum { RUN = 32, GROUP = 4, WIDE = 4, FEW = 4, KEYS = 64 };  // of attention
+enum { RUN = 32, GROUP = 4, WIDE = 4, FEW = 4, KEYS = 64, STATES = 1 << 15 };  // of attention
 #define INLINE static inline __attribute__((always_inline))
 #define TEAM(work) threads = (work) < 50000 ? 1 : threads; _Pragma("omp parallel num_threads(threads)")
 #define SHARE _Pragma("omp for")  // the threads of a team share the loop, and wait for each other behind it
@@ -176,7 +176,8 @@ static void heads_REAL(const float *q, const REAL *k, const REAL *v, long stride
 # %% ../nbs/kernels/11c_cpu.ipynb #e1d7e567
 READ_TILE = r"""
 // count tokens of one request, the first at position `first`, for one KV head: q and out point at its first query head.
-// With a state [count, heads, 2] the tokens are of `count` requests: all read `first` keys, and are not done with that
+// With a state [count, heads, 2] each token is of another request, and all read the same `first` keys. More follow:
+// so out stays undivided, and each query's maximum and sum go into the state
 static void tile_of_REAL(float *out, const float *q, long q_stride, const REAL *k_cache, const REAL *v_cache,
                          const int32_t *blocks, long block_size, long first, long count, long group, long width,
                          long heads, long dim, float scale, float *state) {
@@ -213,7 +214,8 @@ static void tile_of_REAL(float *out, const float *q, long q_stride, const REAL *
   }
   for (long i = 0; i < count * group; i++) {
     long at = i / group * heads + i % group;
-    for (long d = 0; d < dim; d++) out[at * dim + d] = state ? o[d * PANEL + i] : o[d * PANEL + i] / sum[i];
+    float part = state ? 1 : 1 / sum[i];
+    for (long d = 0; d < dim; d++) out[at * dim + d] = o[d * PANEL + i] * part;
     if (state) state[2 * at] = top[i], state[2 * at + 1] = sum[i];
   }
 }
@@ -224,11 +226,12 @@ SHARED = r"""
 INLINE long tile_size(long group) { return group < PANEL ? PANEL / group : 1; }  // in tokens
 // shared [requests]: how many keys at its start a request reads in one tile with its neighbours; returns 1 if any does
 int find_shared(int32_t *shared, const int32_t *table, long table_stride, const int32_t *seq_lens,
-                const int32_t *starts, long requests, long block_size, long group) {
-  long any = 0, tile = tile_size(group);
+                const int32_t *starts, long requests, long block_size, long heads, long kv_heads) {
+  long any = 0, group = heads / kv_heads, tile = tile_size(group);
   for (long r = 0; r < requests; r += tile) {
     long count = requests - r < tile ? requests - r : tile, keys = 0;
-    long least = count == 1 || 3 * count * group < PANEL ? 0 : seq_lens[r];  // too few for a tile?
+    int enough = count > 1 && 3 * count * group >= PANEL, fits = requests * heads <= STATES;
+    long least = enough && fits ? seq_lens[r] : 0;
     for (long i = r; i < r + count; i++)
       least = starts[i + 1] - starts[i] != 1 ? 0 : seq_lens[i] < least ? seq_lens[i] : least;
     for (long i = 1; keys + block_size <= least; keys += block_size, i = 1) {
@@ -317,7 +320,7 @@ int attention_REAL(float *out, const float *q, long q_stride, const REAL *k_cach
   for (long r = 0; r < requests; r++) work += (starts[r + 1] - starts[r]) * seq_lens[r] * heads * dim;
   if (outside(table, table_stride, seq_lens, requests, block_size, blocks)) return 1;
   int32_t shared[requests + 1];
-  int any = find_shared(shared, table, table_stride, seq_lens, starts, requests, block_size, heads / kv_heads);
+  int any = find_shared(shared, table, table_stride, seq_lens, starts, requests, block_size, heads, kv_heads);
   float state[any ? 2 * requests * heads : 1];
   TEAM(work)
   read_REAL(out, q, q_stride, k_cache, v_cache, table, table_stride, seq_lens, starts, requests, heads, kv_heads, dim,
@@ -338,7 +341,7 @@ SOURCE = VECTORS + GLUE + CHECKS + SHARED + TYPED + SHAPES + for_both_types(ATTE
 # %% ../nbs/kernels/11c_cpu.ipynb #54d35afe
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 SIGNATURES = {  # p: a pointer, l: an integer, f: a float; the threads come last
-    "add_rms_norm": "pppp ll f l", "silu_and_mul": "pp ll l", "decoder": "pp", "find_shared": "pp l pp lll",
+    "add_rms_norm": "pppp ll f l", "silu_and_mul": "pp ll l", "decoder": "pp", "find_shared": "pp l pp llll",
     **{f"linear_{s}": "pppp lll l" for s in SUFFIX.values()},
     **{f"rope_and_write_{s}": "pppppp lllll f l" for s in SUFFIX.values()},
     **{f"attention_{s}": "pp l pp p l pp llllll f l" for s in SUFFIX.values()},

@@ -35,7 +35,7 @@ static void product_REAL(float *y, const float *x, const REAL *w, const float *b
   long panels = (n + PANEL - 1) / PANEL, bands = (m + BAND - 1) / BAND;
   SHARE
   for (long item = 0; item < panels * bands; item++) {
-    long left = (m > n ? item % panels : item / bands) * PANEL;  // again and again through the smaller of x and w
+    long left = (m > n ? item % panels : item / bands) * PANEL;  // of x and w, the larger is gone through once
     long first = (m > n ? item / panels : item % bands) * BAND, rows = m - first < BAND ? m - first : BAND;
     long width = n - left < PANEL ? n - left : PANEL;
     float sum[BAND * PANEL];
@@ -154,7 +154,7 @@ int decoder(const Layer *layers, const Step *s) {
   if (outside(s->table, s->table_stride, s->seq_lens, s->requests, s->block_size, s->blocks)) return 2;
   int32_t shared[s->requests + 1];
   int any = find_shared(shared, s->table, s->table_stride, s->seq_lens, s->starts, s->requests, s->block_size,
-                        s->heads / s->kv_heads);
+                        s->heads, s->kv_heads);
   float space[any ? 2 * s->requests * s->heads : 1], *state = any ? space : NULL;
   _Pragma("omp parallel num_threads(s->threads)")
   {

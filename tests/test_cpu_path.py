@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -10,19 +11,23 @@ import platform
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import CHOSEN, Shape, build, random_shape, write_and_read
+from test_kernels import CHOSEN, Case, Shape, build, random_shape, write_and_read
 
 from walkvllm import LLM, SamplingParams
-from walkvllm.attention import CpuBackend, get_backend
+from walkvllm.attention import CommonAttentionMetadata, CpuBackend, get_backend
 from walkvllm.compiled_model import CompiledLM
 from walkvllm.kernels import compiler, cpu, decoder
 from walkvllm.models import CausalLM, apply_rope, read_spec
@@ -30,6 +35,7 @@ from walkvllm.models import CausalLM, apply_rope, read_spec
 torch.set_num_threads(1)
 EMBEDDED = Path(str(files("walkvllm"))) / "tales-3m"
 FEW = 4  # query tokens of a request that C reads one by one
+MOST_STATES = 2**15  # requests times heads, for requests that share a prefix
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="needs a C compiler")
 
 
@@ -135,57 +141,92 @@ def shared_case(seed: int) -> None:
     dtype = rnd.choice(list(cpu.SUFFIX))
     shape = Shape(tuple(requests), *heads, size, dtype=dtype, shared=common, padding=rnd.choice([0, 3]))
     case, backend = build(shape, seed), get_backend("cpu")
-    pool, table = case.kv_cache, case.meta.block_table.clone()
-    backend.write(case.key, case.value, pool, case.meta)
-    if common and rnd.random() < 0.5:  # one of them has something else at one place
-        used = {block for row, (q, c) in zip(table.tolist(), requests) for block in row[: -(-(q + c) // size)]}
-        other = next(block for block in range(pool.shape[1]) if block not in used)
-        pool[:, other] = rand(gen, *pool[:, other].shape).to(dtype)
-        table[rnd.randrange(len(requests)), rnd.randrange(common)] = other
-    meta = replace(case.meta, block_table=table)
-    query, n = case.query.float(), meta.num_actual_tokens
-    expected = get_backend("naive").read(query.double(), pool.double(), meta, case.scale)
-    assert error(backend.read(query, pool, meta, case.scale)[:n], expected[:n]) < 2e-5
+    backend.write(case.key, case.value, case.kv_cache, case.meta)
+    if common and rnd.random() < 0.5:
+        swap_a_block(case, shape, rnd, gen)
+    query, n = case.query.float(), case.meta.num_actual_tokens
+    expected = get_backend("naive").read(query.double(), case.kv_cache.double(), case.meta, case.scale)
+    with tiles_counted(case, shape):
+        assert error(backend.read(query, case.kv_cache, case.meta, case.scale)[:n], expected[:n]) < 2e-5
 
 
-def find_shared(table: torch.Tensor, lens: list[int], tokens: list[int], size: int, group: int) -> list[int]:
+def swap_a_block(case: Case, shape: Shape, rnd: random.Random, gen: torch.Generator) -> None:
+    "One request gets something else at one place of what all have in common."
+    table, pool = case.meta.block_table.clone(), case.kv_cache
+    lens = [-(-(q + c) // shape.block_size) for q, c in shape.requests]
+    used = {block for row, n in zip(table.tolist(), lens, strict=True) for block in row[:n]}
+    other = next(block for block in range(pool.shape[1]) if block not in used)
+    pool[:, other] = rand(gen, *pool[:, other].shape).to(pool.dtype)
+    table[rnd.randrange(len(lens)), rnd.randrange(shape.shared)] = other
+    case.meta = replace(case.meta, block_table=table)
+
+
+def find_shared(table: torch.Tensor, lens: list[int], tokens: list[int], size: int, heads: int,
+                kv_heads: int) -> list[int]:  # fmt: skip
     starts, found = torch.tensor([0, *tokens]).cumsum(0).int(), torch.full((len(lens) + 1,), -1, dtype=torch.int32)
     lengths = torch.tensor(lens).int()
     some = cpu.functions().find_shared(found.data_ptr(), table.data_ptr(), table.stride(0), lengths.data_ptr(),
-                                       starts.data_ptr(), len(lens), size, group)  # fmt: skip
+                                       starts.data_ptr(), len(lens), size, heads, kv_heads)  # fmt: skip
     assert some == any(found[:-1]) and found[-1] == -1
     return found[:-1].tolist()
+
+
+# How a result was found cannot be seen in it: this library says how many tiles of several requests it has read.
+COUNTING = "long tiles;\n" + cpu.SOURCE.replace(
+    "if (shared[r]) tile_of_", "if (shared[r]) __atomic_add_fetch(&tiles, 1, __ATOMIC_SEQ_CST), tile_of_")
+
+
+def tiles_read() -> int | None:
+    "None in a library that does not count."
+    try:
+        return ctypes.c_long.in_dll(cpu.functions(), "tiles").value
+    except ValueError:
+        return None
+
+
+@contextmanager
+def tiles_counted(case: Case, shape: Shape, layers: int = 1) -> Iterator[None]:
+    "If the library counts, it must read as many tiles here as there are."
+    before = tiles_read()
+    yield
+    if before is not None:
+        tokens, lens = [q for q, _ in shape.requests], case.meta.seq_lens.tolist()
+        heads = shape.kv_heads * shape.group, shape.kv_heads
+        found = find_shared(case.meta.block_table, lens, tokens, shape.block_size, *heads)
+        tile = max(1, cpu.functions().panel_width() // shape.group)
+        assert tiles_read() == before + layers * shape.kv_heads * sum(map(bool, found[::tile]))
 
 
 def together_case(seed: int) -> None:
     "Who shares keys, by lists of ids."
     rnd = random.Random(seed)
     group, size = rnd.choice([1, 2, 3, 7, 33, 64, 70]), rnd.choice([4, 16, 64, 100])
-    panel, n = cpu.functions().panel_width(), rnd.choice([1, 7, 22, 40, 130])
+    kv_heads, panel, n = rnd.choice([1, 2, 128]), cpu.functions().panel_width(), rnd.choice([1, 7, 22, 40, 130])
     row = list(range(210 // size + 1))
     rows = [[*row[:-1], 100 + r] for r in range(n)]
     for one in rnd.sample(rows, n // 40):
         one[rnd.randrange(len(row))] = 1000
     lens = [rnd.choice([200, 190 + rnd.randrange(20), 64]) if rnd.random() < 0.1 else 200 for _ in range(n)]
     tokens = [rnd.choice([0, 2, 9]) if rnd.random() < 0.03 else 1 for _ in range(n)]
-    tile, expected = max(1, panel // group), list[int]()
+    tile, fits, expected = max(1, panel // group), n * group * kv_heads <= MOST_STATES, list[int]()
     for first in range(0, n, tile):
         mates = range(first, min(first + tile, n))
         common = 0
         if len(mates) > 1 and len(mates) * group * 3 >= panel and all(tokens[r] == 1 for r in mates):
             whole = [rows[r][: lens[r] // size] for r in mates]
             common = len(os.path.commonprefix(whole)) * size
-        expected += [common if common >= 64 else 0] * len(mates)
-    assert find_shared(torch.tensor(rows).int(), lens, tokens, size, group) == expected
+        expected += [common if fits and common >= 64 else 0] * len(mates)
+    assert find_shared(torch.tensor(rows).int(), lens, tokens, size, group * kv_heads, kv_heads) == expected
 
 
-def random_model(rnd: random.Random, gen: torch.Generator) -> CompiledLM:
+def random_model(rnd: random.Random, gen: torch.Generator, **options: int) -> CompiledLM:
     "Two small layers with some of a decoder's options."
     spec = replace(
         read_spec(json.loads((EMBEDDED / "config.json").read_text())), vocab_size=50, num_layers=2,
         hidden_size=rnd.choice([24, 96]), intermediate_size=rnd.choice([40, 130]), head_dim=rnd.choice([12, 64]),
         num_kv_heads=rnd.choice([1, 2]), qk_norm=rnd.random() < 0.5)  # fmt: skip
     spec = replace(spec, num_heads=spec.num_kv_heads * rnd.choice([1, 3]))
+    spec = replace(spec, **options)
     hidden, inner, wide = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     rows = wide + 2 * spec.num_kv_heads * spec.head_dim
     shapes = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "qkv_proj": (rows, hidden),
@@ -199,10 +240,10 @@ def random_model(rnd: random.Random, gen: torch.Generator) -> CompiledLM:
             weights[f"layers.{i}.qkv_proj.bias"] = rand(gen, rows)
     if rnd.random() < 0.5:
         weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    return CompiledLM(spec, weights)
+    with patch("walkvllm.compiled_model.make_linear", decoder.PackedLinear):  # also where there are units for bfloat16
+        return CompiledLM(spec, weights)
 
 
-@torch.inference_mode()
 def decoder_case(seed: int) -> None:
     "All layers in one call, against the same calls one by one."
     rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -211,21 +252,46 @@ def decoder_case(seed: int) -> None:
     spec, padding = model.spec, rnd.choice([0, 2])
     shape = Shape(requests, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, 8, dtype=dtype,
                   padding=padding)  # fmt: skip
-    case = build(shape, seed)
-    tokens = len(case.query)
+    both_ways(model, build(shape, seed), shape, gen)
+
+
+@torch.inference_mode()
+def both_ways(model: CompiledLM, case: Case, shape: Shape, gen: torch.Generator) -> None:
+    "In one call, and in pieces by one thread: the same states, the same pools, and as many tiles of several requests."
+    threads = torch.get_num_threads()
+    tokens, rounding = len(case.query), 1e-3 if shape.dtype == torch.float32 else 0.05
     pools = [[case.kv_cache.clone(), case.kv_cache.flip(0).contiguous()] for _ in range(2)]
     ids, positions = torch.randint(50, (tokens,), generator=gen), torch.randint(900, (tokens,), generator=gen)
     both = []
     for model.in_one_call, pool in zip((True, False), pools, strict=True):
-        both.append(model.forward(ids, positions, pool, case.meta, get_backend("cpu")))
+        torch.set_num_threads(threads if model.in_one_call else 1)
+        with tiles_counted(case, shape, layers=2):
+            both.append(model.forward(ids, positions, pool, case.meta, get_backend("cpu")))
+    torch.set_num_threads(threads)
     assert error(both[0], both[1]) < 1e-3
     for one, other in zip(*pools, strict=True):
-        assert torch.allclose(one.float(), other.float(), atol=1e-3 if dtype == torch.float32 else 0.05, equal_nan=True)
+        assert torch.allclose(one.float(), other.float(), atol=rounding, equal_nan=True)
+
+
+def decoder_shares_case(seed: int) -> None:
+    "The same, where many requests with one token each have their first keys in common; sometimes one has more tokens."
+    rnd, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    model, dtype, common = random_model(rnd, gen), rnd.choice(list(cpu.SUFFIX)), rnd.choice([8, 9, 11])
+    requests = [(1, 8 * common + rnd.choice([0, 1, 9])) for _ in range(rnd.randint(22, 70))]
+    if rnd.random() < 0.5:
+        requests[rnd.randrange(len(requests))] = (rnd.choice([2, FEW + 1, 30]), 8 * common + 3)
+    spec, padding = model.spec, rnd.choice([0, 2])
+    shape = Shape(tuple(requests), spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, 8,
+                  dtype=dtype, padding=padding, shared=common)  # fmt: skip
+    case = build(shape, seed)
+    if rnd.random() < 0.5:
+        swap_a_block(case, shape, rnd, gen)
+    both_ways(model, case, shape, gen)
 
 
 CASES: dict[str, Callable[[int], None]] = {
     "linear": linear_case, "glue": glue_case, "write": write_case, "read": read_case, "tile": tile_case,
-    "shared": shared_case, "together": together_case, "decoder": decoder_case,
+    "shared": shared_case, "together": together_case, "decoder": decoder_case, "decoder shares": decoder_shares_case,
 }  # fmt: skip
 
 
@@ -235,6 +301,69 @@ CASES: dict[str, Callable[[int], None]] = {
 def test_random_cases(what: str, first: int, threads: int) -> None:
     for seed in range(first, first + 30):
         CASES[what](seed)
+
+
+@pytest.fixture(scope="module")
+def counting_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return cpu.load(compiler.build(COUNTING, tmp_path_factory.mktemp("counting"), compiler.compiler()))
+
+
+@pytest.fixture
+def counting(counting_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    "A library that counts takes the place of the usual one. Returns how many tiles it has read since."
+    monkeypatch.setattr(cpu, "library", lambda: counting_library)
+    before = tiles_read() or 0
+    return lambda: (tiles_read() or 0) - before
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["shared", "decoder shares"])
+def test_prefixes_are_read_together(what: str, counting: Callable[[], int]) -> None:
+    for seed in range(20):
+        CASES[what](seed)
+    assert counting() > 0
+
+
+def on_a_small_stack(requests: int) -> None:
+    "Requests of 64 heads each that share a prefix: read, and through a decoder, in a thread of half a megabyte."
+    gen, ids = torch.Generator().manual_seed(0), torch.arange(requests)
+    model = random_model(random.Random(0), gen, num_heads=64, num_kv_heads=16, head_dim=4)
+    table = torch.cat((torch.arange(4).expand(requests, 4), 4 + ids[:, None]), 1).int()
+    meta = CommonAttentionMetadata(
+        num_actual_tokens=requests, num_reqs=requests, max_query_len=1, max_seq_len=70,
+        query_start_loc=torch.arange(requests + 1).int(), seq_lens=torch.full((requests,), 70).int(),
+        block_table=table, slot_mapping=16 * (4 + ids) + 5)  # fmt: skip
+    pool, query, out = rand(gen, 2, 4 + requests, 16, 16, 4), rand(gen, requests, 64, 4), torch.empty(requests, 64, 4)
+    small, usual = [pool.clone(), pool.clone()], [pool.clone(), pool.clone()]
+
+    @torch.inference_mode()
+    def through_the_decoder(pools: list[torch.Tensor]) -> torch.Tensor:
+        return model.forward(ids % 50, ids % 900, pools, meta, get_backend("cpu"))
+
+    threading.stack_size(512 * 1024)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(cpu.read_paged, out, query, pool, table, meta.seq_lens, meta.query_start_loc, 0.5).result()
+        states = thread.submit(through_the_decoder, small).result()
+    assert error(out, get_backend("torch").read(query, pool, meta, 0.5)) < 2e-5
+    model.in_one_call = False
+    assert error(states, through_the_decoder(usual)) < 1e-3
+
+
+@needs_compiler
+@pytest.mark.parametrize("requests", [MOST_STATES // 64, 2000])
+def test_states_fit_on_a_small_stack(requests: int) -> None:
+    "In a process of its own, which a stack that is too small would kill."
+    process = multiprocessing.get_context("spawn").Process(target=on_a_small_stack, args=(requests,), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@needs_compiler
+def test_how_many_states_are_too_many() -> None:
+    table, most = torch.arange(5).int().expand(2000, 5).contiguous(), MOST_STATES // 64
+    assert set(find_shared(table, [70] * most, [1] * most, 16, 64, 16)) == {64}
+    assert set(find_shared(table, [70] * (most + 1), [1] * (most + 1), 16, 64, 16)) == {0}
 
 
 @needs_compiler
@@ -355,7 +484,16 @@ MUTANTS = {
     "the state's sum forgotten": ("shared", "done ? state[2 * (r * heads + h) + 1] : 0", "0"),
     "the state of other heads": ("shared", "state + 2 * (r * heads + h));", "state + 2 * r * heads);"),
     "the queries of the first tile": ("shared", "q + t * q_stride + h * dim, q_stride,", "q + h * dim, q_stride,"),
-    "done too early": ("shared", "state ? o[d * PANEL + i] :", ""),
+    "done too early": ("shared", "part = state ? 1 :", "part ="),
+    "no limit for the stack": ("together", "fits = requests * heads <= STATES", "fits = 1"),
+    "nobody shares": ("shared", "shared, any ? state : NULL", "shared, NULL"),
+    "nobody shares in one call": ("decoder shares", "*state = any ? space : NULL", "*state = NULL"),
+    "only one layer shares": ("decoder shares", "l, s, shared, state", "l, s, shared, l == layers ? state : NULL"),
+    "every query head a KV head": ("decoder shares", "s->heads, s->kv_heads);", "s->heads, s->heads);"),
+    "all queries of one KV head": ("decoder shares", "s->heads, s->kv_heads);", "s->heads, 1);"),
+    "all rows as the first": ("decoder shares", "find_shared(shared, s->table, s->table_stride,",
+                              "find_shared(shared, s->table, 0,"),
+    "a mixed step for a step of decodes": ("decoder shares", "starts[i + 1] - starts[i] != 1 ? 0 : ", ""),
     "the residual forgotten": ("decoder", "l == layers ? NULL : s->delta", "NULL"),
     "one norm for both": ("decoder", "s->delta, l->second_norm", "s->delta, l->first_norm"),
     "the first layer's cache": ("decoder", "attend_and_write_f32(l, s,", "attend_and_write_f32(layers, s,"),
@@ -382,9 +520,9 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     what, good, bad = MUTANTS[name]
-    assert good in cpu.SOURCE
+    assert good in COUNTING
     monkeypatch.setattr(compiler, "FLAGS", [f for f in compiler.FLAGS if f != "-O3"])  # it takes seconds
-    mutant = cpu.load(compiler.build(cpu.SOURCE.replace(good, bad), tmp_path, compiler.compiler()))
+    mutant = cpu.load(compiler.build(COUNTING.replace(good, bad), tmp_path, compiler.compiler()))
     monkeypatch.setattr(cpu, "library", lambda: mutant)
     with pytest.raises(AssertionError):
         for seed in range(60):
@@ -533,6 +671,20 @@ def test_the_engine_says_the_same_on_every_path(threads: int) -> None:
     expected = answers(prompts, "float32", tokens, attention_backend="torch")
     assert answers(prompts, "float32", tokens) == expected
     assert answers(prompts, "float32", tokens, max_num_batched_tokens=17, block_size=8, max_num_seqs=4) == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("budget", [4096, 150])
+def test_requests_that_share_a_prefix_get_the_same_answers(budget: int, counting: Callable[[], int]) -> None:
+    "With the small budget they come one after the other, into steps where others decode already."
+    rnd = random.Random(2)
+    prefix = [rnd.randrange(3, 2048) for _ in range(90)]
+    prompts = [prefix + [rnd.randrange(3, 2048) for _ in range(rnd.randint(1, 12))] for _ in range(48)]
+    expected = answers(prompts, "float32", 8, attention_backend="torch")
+    assert counting() == 0
+    assert answers(prompts, "float32", 8, max_num_batched_tokens=budget) == expected
+    layers, kv_heads, steps = 5, 2, 5  # in which most of them decode
+    assert counting() >= layers * kv_heads * steps
 
 
 @needs_compiler
