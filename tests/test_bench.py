@@ -53,6 +53,20 @@ def test_refused_arguments() -> None:
         assert run.returncode == 2 and said in run.stderr
 
 
+def test_what_is_set_up_does_not_count(bench: Any) -> None:
+    """A clock that begins anew has neither the time nor the processor time of before."""
+    peer = bench("peer")
+    clock = peer.Clock([{"max_tokens": 1}])
+    start = clock.start
+    while peer.cpu_seconds() == clock.cpu:  # its ticks are hundredths
+        pass
+    cpu = clock.cpu
+    clock.begin()
+    assert clock.start > start and clock.cpu > cpu and clock.missing == 1
+    clock.take(0, [7, 8])
+    assert clock.tokens == [[7]] and clock.seconds > 0 and clock.used >= 0
+
+
 def test_times_become_rows(bench: Any) -> None:
     """Latencies, prefill and ratios from hand-made times."""
     report = bench("report")

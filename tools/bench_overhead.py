@@ -5,8 +5,8 @@
 
 share: a step of SmolLM2-135M in bfloat16 with 16 requests. growth: the same engine with a model that answers at once
 with random logits, so that 1,024 requests and contexts of 8,192 tokens cost nothing but what is to be measured. trace:
-recorded steps of (a) and (b). start: imports and the first token of a fresh process. The clock of the first two is
-the processor time of the thread, which a busy machine disturbs little; trace and start want a quiet one.
+recorded steps of (a), (b), (c) and (e). start: imports and the first token of a fresh process. The clock of the first
+two is the processor time of the thread, which a busy machine disturbs little; trace and start want a quiet one.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class Load:
     waiting: int = 0  # in the queue, never to be served
     context: int = 128
     blocks: int = 0  # in the pool; 0: as many as are needed
+    shared: int = 0  # tokens at the start of every prompt that are the same, and cached
 
     def needed(self, steps: int) -> int:
         return 2 + self.running * (2 + (self.context + steps) // 16)
@@ -251,7 +252,10 @@ def smol_model() -> Path:
 
 
 def real_engine(model: Path, dtype: str, load: Load, steps: int) -> LLMEngine:
-    args = EngineArgs(str(model), dtype=dtype, enable_prefix_caching=False, **args_for(load, steps))
+    tokenizer = model if (model / "tokenizer.json").exists() else EMBEDDED  # random weights have none
+    args = EngineArgs(
+        str(model), str(tokenizer), dtype=dtype, enable_prefix_caching=load.shared > 0, **args_for(load, steps)
+    )
     return LLMEngine.from_engine_args(args, multiprocess=False)
 
 
@@ -326,11 +330,12 @@ def picked(found: Recorded, pieces: Recorded, steps: slice) -> dict[str, Any]:
             "executed": {part: round(seconds * 1e3, 4) for part, seconds in inside.items()}}  # fmt: skip
 
 
-def recorded(engine: LLMEngine, load: Load, steps: int) -> Recorded:
-    """The steps of a new batch of requests, from their prompts on."""
+def recorded(engine: LLMEngine, load: Load, steps: int, run: int = 0) -> Recorded:
+    """The steps of a new batch of requests, from their prompts on. Another `run` has other prompts after the prefix."""
     params = SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True)
     for i in range(load.running):
-        prompt = [5 + (i + 3 * j) % 2000 for j in range(load.context)]
+        first = [5 + 3 * j % 2000 for j in range(load.shared)]
+        prompt = first + [5 + (i + 100 * run + 3 * j) % 2000 for j in range(load.context - load.shared)]
         engine.add_request(f"r{i}", {"prompt_token_ids": prompt}, params)
     found = record_steps(engine, steps)
     while engine.has_unfinished_requests():
@@ -338,24 +343,31 @@ def recorded(engine: LLMEngine, load: Load, steps: int) -> Recorded:
     return found
 
 
+def traced() -> tuple[tuple[str, Path, str, Load], ...]:
+    """The workloads whose steps are recorded: the letter, the model, the precision, and what runs."""
+    return (
+        *(("a", EMBEDDED, "float32", Load(n, context=32)) for n in (1, 16, 64)),
+        ("b", smol_model(), "bfloat16", Load(16, context=64)),
+        ("c", write_model("qwen3-0.6b-shape"), "bfloat16", Load(1, context=128)),
+        ("e", EMBEDDED, "float32", Load(64, context=544, shared=512)),
+    )  # fmt: skip
+
+
 def trace(steps: int, threads: int) -> list[dict[str, Any]]:
     """A prefill step and a median decode step of some workloads."""
     rows, steps = [], min(steps, 100)
     torch.set_num_threads(threads)
-    for name, path, dtype, load in (
-        *(("a", EMBEDDED, "float32", Load(n, context=32)) for n in (1, 16, 64)),
-        ("b", smol_model(), "bfloat16", Load(16, context=64)),
-    ):  # fmt: skip
+    for name, path, dtype, load in traced():
         engine = real_engine(path, dtype, load, steps + 60)
         model: Any = engine.engine_core.engine_core.model_runner.model
         recorded(engine, load, 5)  # the first run is not like the others
-        found = pieces = recorded(engine, load, steps)
+        found = pieces = recorded(engine, load, steps, run=1)
         if getattr(model, "in_one_call", False):
             model.in_one_call = False
-            pieces = recorded(engine, load, WARM_UP + steps // 4)
+            pieces = recorded(engine, load, WARM_UP + steps // 4, run=2)
         engine.shutdown()
         head = {"workload": name, "batch": load.running, "threads": threads}
-        prompts = {"kind": "prefill", "tokens": load.running * load.context}
+        prompts = {"kind": "prefill", "tokens": load.running * (load.context - load.shared)}
         rows.append(head | prompts | picked(found, pieces, slice(0, 1)))
         rows.append(head | {"kind": "decode", "tokens": load.running} | picked(found, pieces, slice(WARM_UP, None)))
         print(*rows[-2:], sep="\n", flush=True)

@@ -15,8 +15,8 @@ from .show import GREY, PALETTE, WIDTH, Picture, _legend, _rect, _svg, _text
 
 # %% auto #0
 __all__ = ['OUTSIDE', 'OUTSIDE_LIMIT', 'KINDS', 'KIND_OF', 'BYTES', 'PEERS', 'COLOUR', 'measured', 'share_outside',
-           'log_place', 'show_growth', 'growth_of', 'by_kind', 'milliseconds', 'show_shares', 'work_of', 'points_of',
-           'show_roofline', 'reached']
+           'log_place', 'show_growth', 'growth_of', 'grown_parts', 'by_kind', 'milliseconds', 'show_shares', 'work_of',
+           'points_of', 'show_roofline', 'reached']
 
 # %% ../nbs/19b_overhead.ipynb #20c9663c
 def measured(name: str) -> dict[str, Any]:
@@ -72,6 +72,13 @@ def growth_of(overhead: Mapping[str, Any]) -> dict[str, float]:
     for row in overhead["growth"]:
         found.setdefault(row["what"], []).append(row["per token"])
     return {what: times[-1] / times[0] for what, times in found.items()}
+
+
+def grown_parts(overhead: Mapping[str, Any], what: str) -> dict[str, tuple[float, float]]:
+    "By part of a step: its microseconds per token where `what` is smallest, and where it is largest."
+    rows = [row for row in overhead["growth"] if row["what"] == what]
+    few, many = ({part: row[part] / row["running"] for part in OUTSIDE} for row in (rows[0], rows[-1]))
+    return {part: (few[part], many[part]) for part in OUTSIDE}
 
 # %% ../nbs/19b_overhead.ipynb #fa794586
 KINDS = {"products": PALETTE[0], "attention": PALETTE[1], "rest of the model": PALETTE[2], "flatten": PALETTE[3],
@@ -179,12 +186,12 @@ def show_roofline(points: Sequence[Mapping[str, Any]], yard: Mapping[str, float]
     return Picture(_svg(parts, 226, label) + _legend(shown, "filled: decode · hollow: prefill"), label)
 
 # %% ../nbs/19b_overhead.ipynb #5a2cb247
-def reached(points: Sequence[Mapping[str, Any]], yard: Mapping[str, float]) -> dict[str, float]:
-    "Of ours: decode of one request by the memory's rate, and prefill by the rate of products, by run."
+def reached(points: Sequence[Mapping[str, Any]], yard: Mapping[str, float], products: str) -> dict[str, float]:
+    "Of ours: decode of one request in (b) and (c) by the memory's rate, and prefill by a rate of products, by run."
     found = {}
     for p in points:
-        if p["peer"] == "walkvllm" and p["part"] == "decode" and p["run"][1:] == "1":
+        if p["peer"] == "walkvllm" and p["part"] == "decode" and p["run"] in ("b1", "c1"):
             found[f"{p['run']} decode"] = p["GB/s"] / yard["read_GB_s"]
         elif p["peer"] == "walkvllm" and p["part"] == "prefill":
-            found[f"{p['run']} prefill"] = p["GFLOP/s"] / yard["f32_GFLOP_s" if p["run"][0] == "a" else "bf16_GFLOP_s"]
+            found[f"{p['run']} prefill"] = p["GFLOP/s"] / yard[products]
     return found

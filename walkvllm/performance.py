@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from walkvllm.overhead import (
-    COLOUR, OUTSIDE_LIMIT, PEERS, by_kind, log_place, points_of, reached, share_outside, work_of,
+    BYTES, COLOUR, OUTSIDE_LIMIT, PEERS, by_kind, growth_of, log_place, points_of, reached, share_outside, work_of,
 )  # fmt: skip
 from .show import Picture, _legend, _rect, _svg, _text
 
 # %% auto #0
-__all__ = ['Spread', 'VLLM', 'TRANSFORMERS', 'RATIOS', 'title_of', 'in_order', 'ratios', 'short', 'ratio_rows',
+__all__ = ['Spread', 'VLLM', 'TRANSFORMERS', 'RATIOS', 'title_of', 'in_order', 'ratios', 'short', 'ratio_rows', 'ways',
            'compared', 'show_beside', 'rows_of', 'tuned', 'Target', 'runs_of', 'ratio_targets', 'other_targets',
-           'figures']
+           'apart', 'figures']
 
 # %% ../nbs/19_performance.ipynb #51aa06a6
 Spread = tuple[float, float, float]  # median, smallest, largest
@@ -53,6 +53,16 @@ def ratio_rows(bench: Mapping[str, Any], part: str) -> list[dict[str, str]]:
     ours = {title_of(run): run["peers"]["walkvllm"]["output_tokens_per_s"] for run in bench["runs"]}
     return [{"run": name, "tokens/s": short(ours[name])} | {peer: f"{s[0]:.2f}×" for peer, s in peers.items()}
             for name, peers in ratios(bench, part).items()]  # fmt: skip
+
+# %% ../nbs/19_performance.ipynb #69180221
+def ways(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
+    "A row for each run and peer that was tried in several ways: tokens in a second by way."
+    found = []
+    for run in in_order(bench):
+        for peer, row in run["peers"].items():
+            if rates := row.get("ways") or row.get("bindings"):
+                found.append({"run": title_of(run), "engine": peer} | {way: short(rate) for way, rate in rates.items()})
+    return found
 
 # %% ../nbs/19_performance.ipynb #ca3864fd
 def compared(bench: Mapping[str, Any], key: str) -> dict[str, dict[str, Spread]]:
@@ -182,7 +192,7 @@ def other_targets(bench: Mapping[str, Any], overhead: Mapping[str, Any]) -> Iter
     gain = {p: row["gain"][0] for _, rows in runs_of(bench, "e") for p, row in rows.items() if "gain" in row}
     best = max((gain[p] for p in VLLM if p in gain), default=0.0)
     yield Target("(e) gain by the prefix cache, 1× vLLM's", 1.0, {"e": gain["walkvllm"] / best} if best else {})
-    part = reached(points_of(bench, overhead["models"]), bench["yardsticks"])
+    part = reached(points_of(bench, overhead["models"]), bench["yardsticks"], "bf16_GFLOP_s")
     yield Target("(c) decode at 0.75 of the memory's rate", 0.75, {k: v for k, v in part.items() if k == "c1 decode"})
     prefill = {k: v for k, v in part.items() if k[0] == "c" and "prefill" in k}
     yield Target("(c) prefill at 0.5 of the rate of bfloat16 products", 0.5, prefill)
@@ -193,26 +203,46 @@ def other_targets(bench: Mapping[str, Any], overhead: Mapping[str, Any]) -> Iter
             plain[run] = statistics.median(a / b for a, b in pairs)
     yield Target("without a compiler, 1× transformers", 1.0, plain)
     yield Target("outside of the model at most 0.1 of a step", OUTSIDE_LIMIT, share_outside(overhead), at_most=True)
+    grown = {what: times for what, times in growth_of(overhead).items() if what != "running requests"}
+    yield Target("cost per token at most 1.1× with requests that wait, contexts, pool", 1.1, grown, at_most=True)
     start = {what: seconds for what, seconds in overhead["start"].items() if what.startswith("import walkvllm")}
     yield Target("import in at most 1 s", 1.0, start, at_most=True)
     token = {what.removeprefix("first token, "): s for what, s in overhead["start"].items() if what.startswith("first")}
     yield Target("first token of a fresh process in at most 5 s", 5.0, token, at_most=True)
 
-# %% ../nbs/19_performance.ipynb #b1a452ff
+# %% ../nbs/19_performance.ipynb #374dbfad
+def apart(run: Mapping[str, Any], peers: tuple[str, ...], size: Mapping[str, int], rate: float) -> dict[str, float]:
+    "Of the fastest of these peers: milliseconds of prefill, decode and all, and which part of a rate of products."
+    rows = [row for peer, row in run["peers"].items() if peer in peers and "seconds" in row]
+    if not rows:
+        return dict.fromkeys(("whole", "prefill", "prefill rate", "decode", "decode rate"), math.nan)
+    best = min(rows, key=lambda row: statistics.median(row["seconds"]))
+    found, steps = {"whole": statistics.median(best["seconds"]) * 1e3}, run["output_tokens"] / run["batch"] - 1
+    for part, (operations, _) in work_of(run, size).items():
+        took = found[part] = best.get(f"{part}_ms", math.nan)
+        found[f"{part} rate"] = operations * (steps if part == "decode" else 1) / took / 1e6 / rate
+    return found
+
+
 def figures(bench: Mapping[str, Any], overhead: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    "By run of (a), in milliseconds, what the sentences about obstacles name."
-    steps = {(s["workload"], s["batch"]): by_kind(s) for s in overhead["trace"] if s["kind"] == "decode"}
-    found = {}
+    "By run of (a), in milliseconds, MB and GB/s, what the sentences about obstacles name."
+    steps = {(s["workload"], s["batch"]): s for s in overhead["trace"] if s["kind"] == "decode"}
+    size, rate, found = overhead["models"]["a"], bench["yardsticks"]["f32_GFLOP_s"], {}
     for run in bench["runs"]:
         if run["tunables"] or run["workload"] != "a" or ("a", run["batch"]) not in steps:
             continue
-        parts, work = steps["a", run["batch"]], work_of(run, overhead["models"]["a"])
-        operations = work["prefill"][0] + (run["output_tokens"] / run["batch"] - 1) * work["decode"][0]
-        took = {peer: statistics.median(row["seconds"]) * 1e3 for peer, row in run["peers"].items() if "seconds" in row}
+        step, ours = steps["a", run["batch"]], apart(run, ("walkvllm",), size, rate)
+        parts, tokens = by_kind(step), run["prompt_tokens"] + run["batch"] * (step["step"] - 1)
         model = parts["products"] + parts["attention"] + parts["rest of the model"]
-        found[run["id"]] = parts | {
-            "step": sum(parts.values()), "outside": sum(parts.values()) - model, "whole": took["walkvllm"],
-            "least": operations / bench["yardsticks"]["f32_GFLOP_s"] / 1e6,
-            **{f"third of {who}": min((took[p] / 3 for p in peers if p in took), default=math.nan)
-               for who, peers in (("vLLM", VLLM), ("transformers", TRANSFORMERS))}}  # fmt: skip
+        found[run["id"]] = parts | ours | {
+            "step": sum(parts.values()), "outside": sum(parts.values()) - model,
+            "least": ours["prefill"] * ours["prefill rate"] + ours["decode"] * ours["decode rate"],
+            "MB": size["kv"] * BYTES[run["dtype"]] * tokens / 1e6,
+            "GB/s": size["kv"] * BYTES[run["dtype"]] * tokens / 1e6 / parts["attention"],
+            "memory": bench["yardsticks"]["read_GB_s"],
+        }  # fmt: skip
+        for who, peers in (("vLLM", VLLM), ("transformers", TRANSFORMERS)):
+            theirs = apart(run, peers, size, rate)
+            found[run["id"]] |= {f"{who} {part}": value for part, value in theirs.items()}
+            found[run["id"]][f"third of {who}"] = theirs["whole"] / 3
     return found

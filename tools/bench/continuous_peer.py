@@ -28,7 +28,7 @@ def generate(clock: Clock, prefix_caching: bool) -> None:
                                                    block=True, timeout=60, warmup=False) as manager:  # fmt: skip
         manager.add_request([1, 2, 3], "first", 1)  # its thread makes the cache when the first request comes
         manager.get_result(timeout=60)
-        clock.start += clock.now()
+        clock.begin()
         while clock.missing:
             for i in clock.arrived(wait=clock.next == 0):
                 request = clock.requests[i]

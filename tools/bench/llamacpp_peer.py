@@ -1,8 +1,8 @@
 """llama.cpp with continuous batching over its own C interface, as its server does it.
 
 One KV cache for all sequences; every call takes a token of each running request and then what fits of the prompts. A
-request starts when the cache has room for all that it may become, so nothing is ever thrown out. Prefixes are not
-shared. The model is a GGUF file.
+request starts when the cache has room for all that it may become, so nothing is ever thrown out. One that begins like
+a running one waits until that prefix is computed, and then shares its cells. The model is a GGUF file.
 """
 
 from __future__ import annotations
@@ -43,14 +43,41 @@ greedy = lib.llama_sampler_init_greedy()
 batch = lib.llama_batch_init(step_tokens, 0, 1)
 
 
+PREFIX = 16  # tokens that two requests must share at least: a block of the paged engines
+
+
 class Sequence:
     """A running request: its place in the cache, and how much of it is computed."""
 
     def __init__(self, number: int, request: dict[str, Any], slot: int) -> None:
         self.number, self.slot, self.computed = number, slot, 0
         self.ids = list(request["prompt_token_ids"])
+        self.key = tuple(self.ids[:PREFIX])
         self.reserved = len(self.ids) + request["max_tokens"]
         self.left = request["max_tokens"]
+        self.shares: Sequence | None = None  # whose cells are its first ones
+
+    def common(self, other: Sequence) -> int:
+        """How many tokens both begin with; the last one of this prompt has to be computed."""
+        pairs = list(zip(self.ids[:-1], other.ids))
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+
+    def share(self, other: Sequence, count: int) -> None:
+        """Takes the first cells from another one."""
+        lib.llama_memory_seq_cp(memory, other.slot, self.slot, 0, count)
+        self.shares, self.computed = other, count
+        self.reserved -= count
+
+
+def held(running: list[Sequence]) -> int:
+    """Cells of the cache that these may fill. Those that are shared stay when their first owner is done."""
+    owners = set[Sequence]()
+    for one in running:
+        owner: Sequence | None = one
+        while owner and owner not in owners:
+            owners.add(owner)
+            owner = owner.shares
+    return sum(one.reserved for one in owners)
 
 
 def fill(running: list[Sequence]) -> list[tuple[Sequence, int]]:
@@ -72,13 +99,21 @@ def fill(running: list[Sequence]) -> list[tuple[Sequence, int]]:
 def generate(clock: Clock, prefix_caching: bool) -> None:
     waiting: deque[int] = deque()
     running: list[Sequence] = []
+    newest: dict[tuple[int, ...], Sequence] = {}  # of those that run, by how they begin
     free = list(range(wanted["seqs"]))
     while clock.missing:
         waiting += clock.arrived(wait=not running and not waiting)
         while waiting and free:
             new = Sequence(waiting[0], clock.requests[waiting[0]], free[-1])
-            if running and sum(s.reserved for s in running) + new.reserved > wanted["pool"]:
+            other = newest.get(new.key) if prefix_caching else None
+            shared = new.common(other) if other else 0
+            if other and other.computed < shared:
+                break  # after the next call it will be there
+            if running and held(running) + new.reserved - shared > wanted["pool"]:
                 break
+            if other:
+                new.share(other, shared)
+            newest[new.key] = new
             waiting.popleft()
             free.pop()
             running.append(new)
@@ -92,6 +127,8 @@ def generate(clock: Clock, prefix_caching: bool) -> None:
             one.left -= 1
             if not one.left:
                 running.remove(one)
+                if newest.get(one.key) is one:
+                    del newest[one.key]
                 lib.llama_memory_seq_rm(memory, one.slot, -1, -1)
                 free.append(one.slot)
 

@@ -28,9 +28,13 @@ class Clock:
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.times: list[list[float]] = [[] for _ in requests]
         self.next, self.missing = 0, sum(r["max_tokens"] for r in requests)
-        self.seconds = 0.0  # when the last token came
+        self.seconds, self.used = 0.0, 0.0  # when the last token came, and the processor time until then
         self.prefill: float | None = None  # the prompts' part, from a peer that takes one batch after the other
-        self.start = time.perf_counter()
+        self.begin()
+
+    def begin(self) -> None:
+        """Time and processor time count from here: what a peer sets up before is not part of a run."""
+        self.start, self.cpu = time.perf_counter(), cpu_seconds()
 
     def now(self) -> float:
         return time.perf_counter() - self.start
@@ -53,7 +57,7 @@ class Clock:
         self.times[number] += [now] * len(new)
         self.missing -= len(new)
         if new and not self.missing:
-            self.seconds = now
+            self.seconds, self.used = now, cpu_seconds() - self.cpu
 
 
 def settings() -> dict[str, Any]:
@@ -104,9 +108,9 @@ def serve(version: str, generate: Callable[[Clock, bool], None], ask: Callable[[
         if "question" in work and ask:
             print(json.dumps({"answer": ask(work["question"])}), file=out, flush=True)
             continue
-        cpu, clock = cpu_seconds(), Clock(work["requests"])
+        clock = Clock(work["requests"])
         generate(clock, work.get("prefix_caching", True))
-        result = {"seconds": clock.seconds, "prefill": clock.prefill, "cpu_seconds": cpu_seconds() - cpu}
+        result = {"seconds": clock.seconds, "prefill": clock.prefill, "cpu_seconds": clock.used}
         assert not clock.missing, f"{clock.missing} tokens are missing"
         rounded = [[round(t, 6) for t in row] for row in clock.times]
         print(json.dumps({**result, "tokens": clock.tokens, "times": rounded}), file=out, flush=True)

@@ -73,7 +73,7 @@ def add_gains(runs: list[dict[str, Any]]) -> None:
         if on["workload"] == "e" and on["prefix_caching"]:
             off = next(r for r in runs if r["id"] == "e-off" and r["tunables"] == on["tunables"])
             for name, mine in on["peers"].items():
-                if name in ("transformers", "llama.cpp"):
+                if name == "transformers":
                     continue  # nothing is shared here
                 slow = off["peers"].get(name, {}).get("seconds")
                 if slow and "seconds" in mine:

@@ -1,8 +1,8 @@
 """transformers `generate` in its best case: requests of one length together, and no more than the pool has room for.
 
-Requests that are there are taken in order of their output and prompt lengths, requests that arrive in order of arrival.
-A batch is padded on the left and runs until its longest request is done; what the others made beyond their own end
-does not count.
+Requests that are all there are taken by output and prompt length, and a batch ends where a length changes. Requests
+that arrive are taken in order of arrival, whatever their lengths: a batch of theirs is padded on the left and runs
+until its longest request is done; what the others made beyond their own end does not count.
 """
 
 from __future__ import annotations
@@ -44,10 +44,19 @@ def size(requests: list[dict[str, Any]]) -> int:
     return len(requests) * sum(max(r) for r in zip(*[(len(r["prompt_token_ids"]), r["max_tokens"]) for r in requests]))
 
 
-def batch(clock: Clock, waiting: list[int]) -> list[int]:
-    """Takes the next batch out of `waiting`."""
-    n, most = 1, min(len(waiting), wanted["seqs"])
-    while n < most and size([clock.requests[i] for i in waiting[: n + 1]]) <= wanted["pool"]:
+def lengths(request: dict[str, Any]) -> tuple[int, int]:
+    """What the requests of a batch have in common."""
+    return request["max_tokens"], len(request["prompt_token_ids"])
+
+
+def batch(clock: Clock, waiting: list[int], mixed: bool) -> list[int]:
+    """Takes the next batch out of `waiting`: of one length, or `mixed`."""
+    n, most, requests = 1, min(len(waiting), wanted["seqs"]), [clock.requests[i] for i in waiting]
+    while (
+        n < most
+        and size(requests[: n + 1]) <= wanted["pool"]
+        and (mixed or lengths(requests[n]) == lengths(requests[0]))
+    ):
         n += 1
     chosen, waiting[:] = waiting[:n], waiting[n:]
     return chosen
@@ -56,11 +65,12 @@ def batch(clock: Clock, waiting: list[int]) -> list[int]:
 @torch.inference_mode()
 def generate(clock: Clock, prefix_caching: bool) -> None:
     waiting: list[int] = []
+    arriving = any("arrival" in r for r in clock.requests)
     while clock.missing:
         waiting += clock.arrived(wait=not waiting)
-        if not any("arrival" in r for r in clock.requests):
-            waiting.sort(key=lambda i: (clock.requests[i]["max_tokens"], len(clock.requests[i]["prompt_token_ids"])))
-        chosen = batch(clock, waiting)
+        if not arriving:
+            waiting.sort(key=lambda i: lengths(clock.requests[i]))
+        chosen = batch(clock, waiting, mixed=arriving)
         prompts = [clock.requests[i]["prompt_token_ids"] for i in chosen]
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])

@@ -38,7 +38,7 @@ def main() -> None:
 
     def generate(clock: Clock, prefix_caching: bool) -> None:
         llm.reset_prefix_cache()
-        clock.start += clock.now()
+        clock.begin()
         counter[0] += 1
         while clock.missing:
             for i in clock.arrived(wait=not engine.has_unfinished_requests()):

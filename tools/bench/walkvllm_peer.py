@@ -40,7 +40,7 @@ def generate(clock: Clock, prefix_caching: bool) -> None:
 def reset(clock: Clock, prefix_caching: bool) -> None:
     """Nothing stays cached from the last time."""
     llm.reset_prefix_cache()
-    clock.start += clock.now()
+    clock.begin()
     generate(clock, prefix_caching)
 
 
