@@ -225,10 +225,15 @@ def apart(run: Mapping[str, Any], peers: tuple[str, ...], size: Mapping[str, int
 
 
 def figures(bench: Mapping[str, Any], overhead: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    "By run of (a), in milliseconds, MB and GB/s, what the sentences about obstacles name."
+    "By run of (a), and for (d), in milliseconds, MB and GB/s, what the sentences about obstacles name."
     steps = {(s["workload"], s["batch"]): s for s in overhead["trace"] if s["kind"] == "decode"}
     size, rate, found = overhead["models"]["a"], bench["yardsticks"]["f32_GFLOP_s"], {}
     for run in bench["runs"]:
+        if run["id"] == "d" and not run["tunables"]:
+            operations = 2 * size["layers"] * (run["prompt_tokens"] + run["output_tokens"])
+            whole = {who: apart(run, (who,), size, rate)["whole"] for who in ("walkvllm", *VLLM)}
+            found["d"] = {"whole": whole["walkvllm"], "vLLM": min(whole[who] for who in VLLM),
+                          "least": operations / rate / 1e6}  # fmt: skip
         if run["tunables"] or run["workload"] != "a" or ("a", run["batch"]) not in steps:
             continue
         step, ours = steps["a", run["batch"]], apart(run, ("walkvllm",), size, rate)

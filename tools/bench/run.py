@@ -47,6 +47,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -191,8 +192,11 @@ class Group:
         return sorted(wanted) or list(PEERS[name].get("ways", [""]))
 
     def start(self, names: list[str]) -> None:
-        """Loads these peers, all at the same time, unless they are loaded."""
-        keys = [(name, way) for name in names for way in self.ways_of(name) if (name, way) not in self.engines]
+        """Loads these peers in the ways that are still in question, all at the same time, unless they are loaded."""
+        self.load([(name, way) for name in names for way in self.ways_of(name) if (name, way) not in self.engines])
+
+    def load(self, keys: list[tuple[str, str]]) -> None:
+        """Loads these at the same time. What was compiled for one is found by the next, so those come one by one."""
         tunables = TUNABLES if self.tunables else ""
         starting = {key: Engine(self.works[0], key[0], self.threads, key[1], tunables) for key in keys}
         for key, engine in starting.items():
@@ -205,7 +209,8 @@ class Group:
 
     def choose(self, name: str) -> None:
         """Runs everything in all ways of a peer, and ends those that are the fastest nowhere."""
-        self.start([name])
+        for way in PEERS[name]["ways"]:
+            self.load([(name, way)])
         loaded, cost = [key for key in self.engines if key[0] == name], dict.fromkeys(PEERS[name]["ways"], 0.0)
         for work in self.works:
             for key in loaded:
@@ -399,6 +404,7 @@ def prepare(args: argparse.Namespace, works: list[dict[str, Any]]) -> dict[str, 
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that the peers are ended as well
     args = arguments()
     start = time.time()
     works = workloads(args.workloads, args.out.parent / "workloads", args.small)
