@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -257,3 +258,14 @@ def test_cell_runner(tmp_path: Path) -> None:
 def test_makefile_names_only_what_exists() -> None:
     text = (ROOT / "Makefile").read_text()
     assert not [t for t in re.findall(r"tools/\w+\.py|tests/\w+\.py", text) if not (ROOT / t).exists()]
+
+
+def test_every_picture_is_displayed() -> None:
+    """A notebook shows what the last expression of a cell returns: a picture or a table in front of it is lost."""
+    lost = []
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            body = ast.parse("".join(cell["source"])).body if cell["cell_type"] == "code" else []
+            lost += [f"{path.name}: {ast.unparse(n)}" for n in body[:-1] if isinstance(n, ast.Expr)
+                     and re.match(r"(show_\w+|route|in_vllm)\(", ast.unparse(n))]  # fmt: skip
+    assert not lost
