@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from walkvllm.kernels.compiler import build, compiler, private_directory
-from walkvllm.kernels.decoder_source import ATTENTION_STEP, DECODER, GLUE, LINEAR, LINEAR_LOOP, LOOK_UP, SHAPES
+from walkvllm.kernels.decoder_source import (
+    ATTENTION_STEP, DECODER, GLUE, KEEP_LAST, LINEAR, LINEAR_LOOP, LOOK_UP, SHAPES,
+)  # fmt: skip
 
 logger = logging.getLogger("walkvllm")
 
 # %% auto #0
-__all__ = ['logger', 'VECTORS', 'WRITE', 'READ', 'READ_TILE', 'SHARED', 'CHECKS', 'READ_LOOP', 'TYPED', 'SOURCE',
-           'SUFFIX', 'SIGNATURES', 'LETTERS', 'for_both_types', 'load', 'library', 'at', 'functions', 'halves',
-           'rope_and_write', 'in_rows', 'read_paged']
+__all__ = ['logger', 'VECTORS', 'WRITE', 'READ', 'READ_TILE', 'SHARED', 'CHECKS', 'READ_LOOP', 'TYPED', 'STEP',
+           'SOURCE', 'SUFFIX', 'SIGNATURES', 'LETTERS', 'for_both_types', 'load', 'library', 'at', 'functions',
+           'halves', 'rope_and_write', 'in_rows', 'read_paged']
 
 # %% ../nbs/kernels/11c_cpu.ipynb #7a821c6c
 VECTORS = r"""
@@ -336,7 +338,8 @@ def for_both_types(source: str) -> str:
 
 
 TYPED = "".join(map(for_both_types, (LINEAR, LINEAR_LOOP, WRITE, READ, READ_TILE, READ_LOOP)))
-SOURCE = VECTORS + GLUE + CHECKS + SHARED + TYPED + SHAPES + for_both_types(ATTENTION_STEP) + LOOK_UP + DECODER
+STEP = SHAPES + KEEP_LAST + for_both_types(ATTENTION_STEP) + LOOK_UP + DECODER
+SOURCE = VECTORS + GLUE + CHECKS + SHARED + TYPED + STEP
 
 # %% ../nbs/kernels/11c_cpu.ipynb #54d35afe
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}

@@ -120,7 +120,7 @@ class Decoding(ctypes.Structure):
     POINTERS = ("x", "angles", "out", "normed", "qkv", "read", "delta", "gate_up", "act", "norm", "rope", "words",
                 "ids", "positions", "slots", "table", "seq_lens", "starts")  # fmt: skip
     SIZES = ("layers", "tokens", "requests", "table_stride", "heads", "kv_heads", "dim", "hidden", "block_size",
-             "blocks", "half", "num_words", "half_words", "num_positions", "threads")  # fmt: skip
+             "blocks", "half", "num_words", "half_words", "num_positions", "only_last", "threads")  # fmt: skip
     _fields_ = [*((name, ctypes.c_void_p) for name in POINTERS), *((name, ctypes.c_long) for name in SIZES),
                 ("eps", ctypes.c_float), ("scale", ctypes.c_float)]  # fmt: skip
 

@@ -267,6 +267,8 @@ def both_ways(model: CompiledLM, case: Case, shape: Shape, gen: torch.Generator)
         torch.set_num_threads(threads if model.in_one_call else 1)
         with tiles_counted(case, shape, layers=2):
             both.append(model.forward(ids, positions, pool, case.meta, get_backend("cpu")))
+        last = model.forward(ids, positions, pool, case.meta, get_backend("cpu"), only_last=True)
+        assert error(last, both[-1][case.meta.query_start_loc[1:] - 1]) < 1e-3
     torch.set_num_threads(threads)
     assert error(both[0], both[1]) < 1e-3
     for one, other in zip(*pools, strict=True):
@@ -497,6 +499,11 @@ MUTANTS = {
     "the residual forgotten": ("decoder", "l == layers ? NULL : s->delta", "NULL"),
     "one norm for both": ("decoder", "s->delta, l->second_norm", "s->delta, l->first_norm"),
     "the first layer's cache": ("decoder", "attend_and_write_f32(l, s,", "attend_and_write_f32(layers, s,"),
+    "last rows too early": ("decoder", "l + 1 == end) asked", "l == layers) asked"),
+    "the first rows are kept": ("decoder", "t = s->starts[r + 1] - 1;  //", "t = s->starts[r];  //"),
+    "x of other rows": ("decoder", "memmove(s->x + r * s->hidden, s->x + t *", "memmove(s->x + r * s->hidden, s->x + r *"),
+    "q of other rows": ("decoder", "memmove(s->qkv + r * row, s->qkv + t *", "memmove(s->qkv + r * row, s->qkv + r *"),
+    "the last rows of all tokens": ("decoder", "s->seq_lens, asked->starts", "s->seq_lens, s->starts"),
     "the output forgets the last layer": ("decoder", "norm(s->out, s->x, s->delta,", "norm(s->out, s->x, NULL,"),
     "turned backwards": ("write", "a * c[i] - b * s[i]", "a * c[i] + b * s[i]"),
     "padding is written": ("write", "if (slots[t] < 0) continue;", ""),

@@ -174,6 +174,28 @@ def test_greedy_tokens_do_not_depend_on_the_schedule(
         assert got == {n: truth[n][: p.max_tokens] for n, (_, p) in wanted.items()}
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_prompt_leaves_one_row_unless_somebody_asks_about_it(asked: bool) -> None:
+    runner, cfg = ModelRunner(config()), config()
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1 if asked else None)
+    new = [NewRequestData("a", [5, 6, 7], SamplingParams(temperature=0.0), [1], 0),
+           NewRequestData("b", list(range(5, 25)), params, [2, 3, 4], 0)]  # fmt: skip
+    order = SchedulerOutput(new, CachedRequestData(), {"a": 3, "b": 12}, 15, set(), set())
+    runner.execute_model(order)  # b's prompt is not complete
+    assert runner.last_hidden is not None and runner.last_logits is not None
+    assert len(runner.last_hidden) == (15 if asked else 2) and len(runner.last_logits) == 2
+    assert [len(ids) for ids in runner.sample_tokens().sampled_token_ids] == [1, 0]
+    flat, backend = runner.last_batch, get_backend("naive")
+    assert flat is not None
+    kv = allocate_kv_cache(cfg.model_config.spec, 64, 8, torch.float32, "cpu")
+    with torch.inference_mode():
+        hidden = runner.model.forward(flat.input_ids, flat.positions, kv, flat.meta, backend)
+        want = runner.model.compute_logits(hidden[[2, 14]])
+    assert torch.allclose(runner.last_logits, want, atol=1e-3)
+    for ours, theirs in zip(runner.kv_caches, kv, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
 def test_seeded_tokens_do_not_depend_on_schedule_or_mates() -> None:
     def params(i: int) -> SamplingParams:
         return SamplingParams(temperature=0.9 + i % 2, top_k=(0, 50)[i % 2], top_p=(1.0, 0.9, 0.5)[i % 3],

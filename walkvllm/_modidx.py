@@ -38,6 +38,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'walkvllm/attention.py'),
                                     'walkvllm.attention.CommonAttentionMetadata': ( 'attention.html#commonattentionmetadata',
                                                                                     'walkvllm/attention.py'),
+                                    'walkvllm.attention.CommonAttentionMetadata.last_tokens': ( 'attention.html#commonattentionmetadata.last_tokens',
+                                                                                                'walkvllm/attention.py'),
                                     'walkvllm.attention.CommonAttentionMetadata.read_plan': ( 'attention.html#commonattentionmetadata.read_plan',
                                                                                               'walkvllm/attention.py'),
                                     'walkvllm.attention.CpuBackend': ('attention.html#cpubackend', 'walkvllm/attention.py'),

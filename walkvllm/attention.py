@@ -40,6 +40,13 @@ class CommonAttentionMetadata:
     slot_mapping: Tensor  # [num_tokens] int64: where each row's K and V go, -1 for padding
     _plan: ReadPlan | None = field(default=None, init=False, repr=False)
 
+    def last_tokens(self) -> tuple[Tensor, CommonAttentionMetadata]:
+        """The rows [R] of the requests' last tokens, and what attention is told if those are all that read."""
+        rows, n = self.query_start_loc[1:] - 1, self.num_reqs
+        starts = torch.arange(n + 1, dtype=torch.int32, device=rows.device)
+        slots = self.slot_mapping[rows]
+        return rows, CommonAttentionMetadata(n, n, 1, self.max_seq_len, starts, self.seq_lens, self.block_table, slots)
+
     def read_plan(self, kv_cache: Tensor) -> ReadPlan:
         """The step's plan for the batched read: made for the first layer that asks, used by all."""
         if self._plan is None:

@@ -83,16 +83,17 @@ class CompiledLM(CausalLM):
         kv_caches: list[Tensor],
         meta: CommonAttentionMetadata,
         backend: AttentionBackend,
+        only_last: bool = False,
     ) -> Tensor:
-        "Returns the last hidden state of each token, [T, H] float32; each token's K and V are in the caches."
+        "Returns the last hidden state of each token, [T, H] float32, or of each request's last one, [R, H]."
         if self.in_one_call and backend.name == "cpu" and kv_caches[0].dtype in SUFFIX:
-            return self.in_c(input_ids, positions, kv_caches, meta)
+            return self.in_c(input_ids, positions, kv_caches, meta, only_last)
         x, angles = F.embedding(input_ids, self.embed_tokens).float(), self.rope_table[positions]
-        return self.in_pieces(x, angles, kv_caches, meta, backend)
+        return self.in_pieces(x, angles, kv_caches, meta, backend, only_last)
 
     def in_pieces(
         self, x: Tensor, angles: Tensor, kv_caches: list[Tensor], meta: CommonAttentionMetadata,
-        backend: AttentionBackend,
+        backend: AttentionBackend, only_last: bool = False,
     ) -> Tensor:  # fmt: skip
         "All layers from x [T, H], call by call."
         tokens, eps, heads, dim = len(x), self.spec.rms_norm_eps, self.spec.num_heads, self.spec.head_dim
@@ -105,6 +106,10 @@ class CompiledLM(CausalLM):
             add_rms_norm(normed, x, added, first, eps)
             to_qkv(normed, qkv)
             rope_and_write(split, kv_cache, meta.slot_mapping, angles, qk, eps)
+            if only_last and kv_cache is kv_caches[-1]:
+                rows, meta = meta.last_tokens()
+                x, query = x[rows], query[rows]
+                normed, _, _, delta, gate_up, act, *_ = self.workspace.of(len(x)).values()
             to_out(backend.read(query, kv_cache, meta, self.scale), delta)
             add_rms_norm(normed, x, delta, second, eps)
             to_gate_up(normed, gate_up)
@@ -126,11 +131,12 @@ class CompiledLM(CausalLM):
         return self.table[1]
 
     def in_c(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], meta: CommonAttentionMetadata
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], meta: CommonAttentionMetadata,
+        only_last: bool = False,
     ) -> Tensor:  # fmt: skip
         "The same in one call, which looks up x and the angles by itself."
         layers, step, tokens = self.layer_table(kv_caches), self.step, input_ids.numel()
-        out = torch.empty(tokens, self.spec.hidden_size)
+        out = torch.empty(meta.num_reqs if only_last else tokens, self.spec.hidden_size)
         if meta.num_actual_tokens < tokens:
             self.workspace.of(tokens)["read"].zero_()  # what attention leaves out: rows of padding
         for name, memory in self.workspace.of(tokens).items():
@@ -142,6 +148,7 @@ class CompiledLM(CausalLM):
         step.seq_lens, step.starts = at(meta.seq_lens, torch.int32), at(meta.query_start_loc, torch.int32)
         step.tokens, step.requests, step.half = tokens, meta.num_reqs, kv_caches[0].dtype == torch.bfloat16
         step.blocks, step.block_size = kv_caches[0].shape[1:3]
+        step.only_last = only_last
         run_decoder(layers, step)
         return out
 

@@ -30,14 +30,18 @@ class FusedLM(CausalLM):
         kv_caches: list[Tensor],
         meta: CommonAttentionMetadata,
         backend: AttentionBackend,
+        only_last: bool = False,
     ) -> Tensor:
-        "Returns the last hidden state of each token, [T, H]; each token's K and V are in the caches afterwards."
+        "Returns the last hidden state of each token, [T, H], or of each request's last one, [R, H]."
         x, added, eps = F.embedding(input_ids, self.embed_tokens), None, self.spec.rms_norm_eps
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             normed = add_rms_norm_triton(x, added, layer["input_layernorm.weight"], eps)
             qkv = linear(normed, layer, "qkv_proj")
             qk_norm = layer.get("qk_norm.weight")
             query = rope_and_write_triton(qkv, positions, self.rope_table, kv_cache, meta.slot_mapping, qk_norm, eps)
+            if only_last and layer is self.layers[-1]:
+                rows, meta = meta.last_tokens()
+                x, query = x[rows], query[rows]
             heads = backend.read(query, kv_cache, meta, self.scale)
             added = linear(heads.flatten(1), layer, "o_proj")
             normed = add_rms_norm_triton(x, added, layer["post_attention_layernorm.weight"], eps)

@@ -179,7 +179,7 @@ class ModelRunner:
         self.flights: list[AsyncModelRunnerOutput] = []  # of the latest steps on a GPU
         self.last_batch: FlatBatch | None = None  # of the latest step that ran the model; pages look at it too
         self.last_logits: torch.Tensor | None = None  # [R, V] float32
-        self.last_hidden: torch.Tensor | None = None  # [T, hidden_size]
+        self.last_hidden: torch.Tensor | None = None  # [T, hidden_size], or [R, hidden_size]
         self._waiting_for_sample = False
         self._scheduled_nothing = False
 
@@ -199,15 +199,21 @@ class ModelRunner:
                 self.flights[0].give_to(flat.input_ids)
             self.last_batch, self.last_hidden, self.last_logits = flat, None, None  # their memory is free for the pass
             self.last_hidden = hidden = self.forward(flat)
-            all_last = flat.meta.max_query_len == 1  # one token each: every row is its request's last
+            all_last = len(hidden) == len(flat.req_ids)  # nothing to pick: each row is its request's last
             self.last_logits = self.model.compute_logits(hidden if all_last else hidden[flat.logits_indices])
         self._waiting_for_sample = True
 
     def forward(self, flat: FlatBatch) -> torch.Tensor:
-        "The last hidden states [T, H]: the replay of a decode step that was recorded (page 12b), or the model's own."
+        """The last hidden states: the replay of a decode step that was recorded (page 12b), or the model's own.
+
+        Those of all tokens [T, H] if somebody asks about a prompt, else of each request's last one [R, H].
+        """
         tokens = flat.input_ids, flat.positions
         hidden = self.graphs.run(*tokens, flat.meta) if self.graphs else None
-        return self.model.forward(*tokens, self.kv_caches, flat.meta, self.backend) if hidden is None else hidden
+        if hidden is not None:
+            return hidden
+        only_last = flat.meta.max_query_len > 1 and not self.prompt_logprobs
+        return self.model.forward(*tokens, self.kv_caches, flat.meta, self.backend, only_last)
 
     def sample_tokens(self) -> ModelRunnerOutput:
         "A token for each request of the step, appended to its tokens; [] while its known tokens are not all computed."

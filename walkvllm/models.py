@@ -136,13 +136,20 @@ class CausalLM:
         kv_caches: list[Tensor],
         meta: CommonAttentionMetadata,
         backend: AttentionBackend,
+        only_last: bool = False,
     ) -> Tensor:
-        "Returns the last hidden state of each token, [T, H]; each token's K and V are in the caches afterwards."
+        """Returns the last hidden state of each token, [T, H]; each token's K and V are in the caches afterwards.
+
+        only_last: of each request only its last token's state is asked for, [R, H].
+        """
         x = F.embedding(input_ids, self.embed_tokens)  # [T, H], a fresh tensor: adding in place is safe
         cos, sin = self.rope_table[positions][:, :, None].unbind(1)  # [T, 1, D / 2] each, for all layers
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             q, k, v = self.project_qkv(layer, x, cos, sin)
             backend.write(k, v, kv_cache, meta)
+            if only_last and layer is self.layers[-1]:
+                rows, meta = meta.last_tokens()
+                x, q = x[rows], q[rows]
             heads = backend.read(q, kv_cache, meta, self.scale)  # [T, q heads, D]
             x += linear(heads.reshape(x.shape[0], -1), layer, "o_proj")
             x += self.mlp(layer, x)
