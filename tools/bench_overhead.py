@@ -427,16 +427,19 @@ def start(rounds: int) -> dict[str, Any]:
 
 def sizes() -> dict[str, dict[str, int]]:
     """What one token costs in each workload's model: numbers in the matrices of its layers and of its head, numbers
-    written into the KV cache, and multiplications of its attention for each token that it looks at."""
+    written into the KV cache, and multiplications of its attention for each token that it looks at. And which of
+    these the last layer spends on a token that nobody asks about: page 09 leaves them out."""
     kinds = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     configs = {"a": json.loads((EMBEDDED / "config.json").read_text()), "b": SHAPES["smollm2-shape"],
                "c": SHAPES["qwen3-0.6b-shape"]}  # fmt: skip
     found = {}
     for name, config in configs.items():
         s = read_spec({"architectures": [kinds[config["model_type"]]], **config})
-        layer = s.hidden_size * (2 * s.q_size + 2 * s.kv_size + 3 * s.intermediate_size)
+        behind = s.hidden_size * (s.q_size + 3 * s.intermediate_size)  # behind attention
+        layer = s.hidden_size * (s.q_size + 2 * s.kv_size) + behind
         found[name] = {"layers": s.num_layers * layer, "head": s.vocab_size * s.hidden_size,
-                       "kv": 2 * s.num_layers * s.kv_size, "attention": 2 * s.num_layers * s.q_size}  # fmt: skip
+                       "kv": 2 * s.num_layers * s.kv_size, "attention": 2 * s.num_layers * s.q_size,
+                       "last layer": behind, "last attention": 2 * s.q_size}  # fmt: skip
     return found
 
 

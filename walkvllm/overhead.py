@@ -126,12 +126,14 @@ PEERS = ["walkvllm", "walkvllm-torch", "transformers", "transformers-continuous"
 COLOUR = dict(zip(PEERS, (PALETTE[i] for i in (1, 6, 0, 5, 2, 3, 4)), strict=True))
 
 
-def work_of(run: Mapping[str, Any], size: Mapping[str, int]) -> dict[str, tuple[float, float]]:
-    "(operations, bytes that must be read) of a run's prefill and of one of its decode steps."
+def work_of(run: Mapping[str, Any], size: Mapping[str, int], peer: str) -> dict[str, tuple[float, float]]:
+    "(operations, bytes that must be read) of a run's prefill and of one of its decode steps. Ours leave some out."
     batch, prompt, wide = run["batch"], run["prompt_tokens"], BYTES[run["dtype"]]
     weights, context = size["layers"] + size["head"], prompt + run["output_tokens"] / 2  # of all requests, half way
-    look = 2 * size["attention"]  # for each pair of tokens
-    prefill = 2 * size["layers"] * prompt + 2 * size["head"] * batch + look * prompt * prompt / batch / 2
+    look, pairs = 2 * size["attention"], prompt * prompt / batch / 2  # operations for each pair of tokens
+    prefill = 2 * size["layers"] * prompt + 2 * size["head"] * batch + look * pairs
+    if peer.startswith("walkvllm"):  # in the last layer, only a prompt's last token goes on behind K and V
+        prefill -= 2 * size["last layer"] * (prompt - batch) + 2 * size["last attention"] * (pairs - prompt)
     decode = 2 * weights * batch + look * context
     return {"prefill": (prefill, weights * wide), "decode": (decode, (weights + size["kv"] * context) * wide)}
 
@@ -142,9 +144,9 @@ def points_of(bench: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[dict[s
     for run in bench["runs"]:
         if run["workload"] not in sizes or run["tunables"]:
             continue
-        for part, (operations, read) in work_of(run, sizes[run["workload"]]).items():
-            steps = run["output_tokens"] / run["batch"] - 1 if part == "decode" else 1
-            for peer, row in run["peers"].items():
+        for peer, row in run["peers"].items():
+            for part, (operations, read) in work_of(run, sizes[run["workload"]], peer).items():
+                steps = run["output_tokens"] / run["batch"] - 1 if part == "decode" else 1
                 if seconds := row.get(f"{part}_ms", 0.0) / 1e3 / steps:
                     found.append({"run": run["id"], "part": part, "peer": peer, "intensity": operations / read,
                                   "GFLOP/s": operations / seconds / 1e9, "GB/s": read / seconds / 1e9})  # fmt: skip

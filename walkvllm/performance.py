@@ -213,12 +213,13 @@ def other_targets(bench: Mapping[str, Any], overhead: Mapping[str, Any]) -> Iter
 # %% ../nbs/19_performance.ipynb #374dbfad
 def apart(run: Mapping[str, Any], peers: tuple[str, ...], size: Mapping[str, int], rate: float) -> dict[str, float]:
     "Of the fastest of these peers: milliseconds of prefill, decode and all, and which part of a rate of products."
-    rows = [row for peer, row in run["peers"].items() if peer in peers and "seconds" in row]
+    rows = {peer: row for peer, row in run["peers"].items() if peer in peers and "seconds" in row}
     if not rows:
         return dict.fromkeys(("whole", "prefill", "prefill rate", "decode", "decode rate"), math.nan)
-    best = min(rows, key=lambda row: statistics.median(row["seconds"]))
-    found, steps = {"whole": statistics.median(best["seconds"]) * 1e3}, run["output_tokens"] / run["batch"] - 1
-    for part, (operations, _) in work_of(run, size).items():
+    peer = min(rows, key=lambda peer: statistics.median(rows[peer]["seconds"]))
+    best, steps = rows[peer], run["output_tokens"] / run["batch"] - 1
+    found = {"whole": statistics.median(best["seconds"]) * 1e3}
+    for part, (operations, _) in work_of(run, size, peer).items():
         took = found[part] = best.get(f"{part}_ms", math.nan)
         found[f"{part} rate"] = operations * (steps if part == "decode" else 1) / took / 1e6 / rate
     return found
@@ -231,6 +232,7 @@ def figures(bench: Mapping[str, Any], overhead: Mapping[str, Any]) -> dict[str, 
     for run in bench["runs"]:
         if run["id"] == "d" and not run["tunables"]:
             operations = 2 * size["layers"] * (run["prompt_tokens"] + run["output_tokens"])
+            operations -= 2 * size["last layer"] * (run["prompt_tokens"] - run["batch"])
             whole = {who: apart(run, (who,), size, rate)["whole"] for who in ("walkvllm", *VLLM)}
             found["d"] = {"whole": whole["walkvllm"], "vLLM": min(whole[who] for who in VLLM),
                           "least": operations / rate / 1e6}  # fmt: skip
