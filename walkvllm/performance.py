@@ -60,7 +60,7 @@ def ways(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for run in in_order(bench):
         for peer, row in run["peers"].items():
-            if rates := row.get("ways") or row.get("bindings"):
+            if rates := row.get("ways"):
                 found.append({"run": title_of(run), "engine": peer} | {way: short(rate) for way, rate in rates.items()})
     return found
 
@@ -226,16 +226,10 @@ def apart(run: Mapping[str, Any], peers: tuple[str, ...], size: Mapping[str, int
 
 
 def figures(bench: Mapping[str, Any], overhead: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    "By run of (a), and for (d), in milliseconds, MB and GB/s, what the sentences about obstacles name."
+    "By run of (a), in milliseconds, MB and GB/s, what the sentences about obstacles name."
     steps = {(s["workload"], s["batch"]): s for s in overhead["trace"] if s["kind"] == "decode"}
     size, rate, found = overhead["models"]["a"], bench["yardsticks"]["f32_GFLOP_s"], {}
     for run in bench["runs"]:
-        if run["id"] == "d" and not run["tunables"]:
-            operations = 2 * size["layers"] * (run["prompt_tokens"] + run["output_tokens"])
-            operations -= 2 * size["last layer"] * (run["prompt_tokens"] - run["batch"])
-            whole = {who: apart(run, (who,), size, rate)["whole"] for who in ("walkvllm", *VLLM)}
-            found["d"] = {"whole": whole["walkvllm"], "vLLM": min(whole[who] for who in VLLM),
-                          "least": operations / rate / 1e6}  # fmt: skip
         if run["tunables"] or run["workload"] != "a" or ("a", run["batch"]) not in steps:
             continue
         step, ours = steps["a", run["batch"]], apart(run, ("walkvllm",), size, rate)
