@@ -23,7 +23,7 @@ help:
 	@echo "make build      the edited text back into pages, modules, outputs (PAGES=\"06 07\" for some)"
 	@echo "make check      say where pages, modules and outputs disagree     (PAGES=\"06 07\" for some)"
 	@echo "make oracle     our scheduler's decisions beside those of the real vLLM 0.22.0   (N=200 SEED=...)"
-	@echo "make bench      walkvllm beside transformers, llama.cpp and vLLM, half an hour   (ARGS=\"--help\" for more)"
+	@echo "make bench      walkvllm beside transformers, llama.cpp and vLLM, an hour   (ARGS=\"--help\" for more)"
 	@echo "make setup-bench  the peers' environments alone: llama.cpp is compiled, vLLM takes some GB"
 	@echo "make bench-schedule  what a step of the scheduler costs, beside vLLM 0.22.0"
 	@echo "make bench-boundary  what the process boundary costs, and a recorded run: the data of pages 04b, 05 and 16c"

@@ -1,6 +1,6 @@
 """walkvllm beside what people would use instead: the same weights, precision, threads and work, in alternating rounds.
 
-    make bench                                           everything: half an hour, most of it other engines' time
+    make bench                                           everything: an hour, most of it other engines' time
     make bench ARGS="--workloads ab --peers walkvllm,transformers --rounds 3"
     make bench ARGS="--python vllm-0.22.0=ENV/bin/python"            a peer that is installed elsewhere
 
@@ -353,7 +353,9 @@ def estimate(works: list[dict[str, Any]], names: list[str], args: argparse.Names
     tuned = {"off": [], "on": works, "both": [w for w in works if w["id"] in TUNED]}[args.tunables]
     plain = [] if args.tunables == "on" else works
     turns = sum(max(ENOUGH, last.get((w["id"], n), GUESS.get(w["id"], ENOUGH))) for w in plain + tuned for n in names)
-    loads = 8 * len(names) * (len({w["engine"] for w in plain}) + len({w["engine"] for w in tuned}))
+    vllm = sum(name.startswith("vllm") for name in names)  # loads in four ways before it is timed, then in the best one
+    loads = len({w["engine"] for w in plain}) * (8 * (len(names) - vllm) + 240 * vllm)
+    loads += len({w["engine"] for w in tuned}) * (8 * (len(names) - vllm) + 40 * vllm)
     return f"about {(turns * (args.rounds + 1.5) + loads) / 60:.0f} minutes"
 
 
