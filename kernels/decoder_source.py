@@ -132,7 +132,7 @@ static void keep_last(const Step *s) {
   long row = (s->heads + 2 * s->kv_heads) * s->dim;
   _Pragma("omp single")
   for (long r = 0; r < s->requests; r++) {
-    long t = s->starts[r + 1] - 1;  // never before r: nothing is overwritten that is still needed
+    long t = s->starts[r + 1] - 1;  // each request has a token: never before r
     memmove(s->x + r * s->hidden, s->x + t * s->hidden, sizeof(float) * s->hidden);
     memmove(s->qkv + r * row, s->qkv + t * row, sizeof(float) * row);
   }

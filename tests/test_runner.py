@@ -194,6 +194,9 @@ def test_a_prompt_leaves_one_row_unless_somebody_asks_about_it(asked: bool) -> N
     assert torch.allclose(runner.last_logits, want, atol=1e-3)
     for ours, theirs in zip(runner.kv_caches, kv, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
+    new = [NewRequestData("c", [5, 6, 7], SamplingParams(temperature=0.0), [5], 0)]
+    runner.execute_model(SchedulerOutput(new, CachedRequestData(), {"c": 3}, 3, set(), set()))  # b waits
+    assert runner.last_hidden is not None and len(runner.last_hidden) == 1
 
 
 def test_seeded_tokens_do_not_depend_on_schedule_or_mates() -> None:

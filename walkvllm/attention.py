@@ -28,7 +28,7 @@ __all__ = ['GATHER_ELEMENTS', 'QUERY_TILE', 'BACKENDS', 'CommonAttentionMetadata
 # %% ../nbs/11b_attention.ipynb #63183a60
 @dataclass(eq=False)
 class CommonAttentionMetadata:
-    """What one step tells attention about its flat batch. One object a step, the same for every layer."""
+    """What one step tells attention about its flat batch. One object for all layers, or all but the last."""
 
     num_actual_tokens: int  # rows of the flat batch that are tokens; those behind them are padding
     num_reqs: int
@@ -48,7 +48,7 @@ class CommonAttentionMetadata:
         return rows, CommonAttentionMetadata(n, n, 1, self.max_seq_len, starts, self.seq_lens, self.block_table, slots)
 
     def read_plan(self, kv_cache: Tensor) -> ReadPlan:
-        """The step's plan for the batched read: made for the first layer that asks, used by all."""
+        """The step's plan for the batched read: made for the first layer that asks, used by those that follow."""
         if self._plan is None:
             self._plan = plan_read(kv_cache, self.block_table, self.seq_lens, self.query_start_loc)
         return self._plan

@@ -212,7 +212,7 @@ class ModelRunner:
         hidden = self.graphs.run(*tokens, flat.meta) if self.graphs else None
         if hidden is not None:
             return hidden
-        only_last = flat.meta.max_query_len > 1 and not self.prompt_logprobs
+        only_last = flat.meta.max_query_len > 1 and self.prompt_logprobs.keys().isdisjoint(flat.req_ids)
         return self.model.forward(*tokens, self.kv_caches, flat.meta, self.backend, only_last)
 
     def sample_tokens(self) -> ModelRunnerOutput:
