@@ -94,12 +94,16 @@ PARAMS = {
 
 @pytest.mark.parametrize("kind", PARAMS)
 def test_replay_equals_the_engine(engine: Engine, kind: str) -> None:
-    engine.reset_prefix_cache()
-    with recording(engine) as run:
-        outputs = engine.generate(PROMPTS, PARAMS[kind])
-    agree(run, outputs)
-    if kind == "long, preempting":
-        assert any(event.facts["preempted"] for event in run.events if event.stop == "scheduled")
+    preempted = kind != "long, preempting"
+    for _ in range(5):  # somebody on a busy machine may not send the next prompt before the last one is through
+        engine.reset_prefix_cache()
+        with recording(engine) as run:
+            outputs = engine.generate(PROMPTS, PARAMS[kind])
+        agree(run, outputs)
+        preempted |= any(event.facts["preempted"] for event in run.events if event.stop == "scheduled")
+        if preempted:
+            break
+    assert preempted
     with recording(engine) as again:  # now with hits
         outputs = engine.generate(PROMPTS, PARAMS[kind])
     agree(again, outputs)
